@@ -1,0 +1,119 @@
+"""Frozen snapshots that go into a decision and the decisions that come out.
+
+Byte counts are real storage bytes (alignment included); a depth counts backbone layers, 0..num_layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+ModeKind = Literal["exit", "backbone", "quantized", "fixed"]
+EmbedTier = Literal["device", "host", "disk"]
+
+
+@dataclass(frozen=True)
+class Mode:
+    """How a passage goes through the layers.
+
+    `exit` leaves the backbone when the exit signal passes tau, `backbone` never leaves, `quantized` runs the
+    river from layer 0 (the static-quantization baseline), `fixed` leaves after `depth` backbone layers.
+    """
+
+    kind: ModeKind
+    depth: int | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> Mode:
+        """`exit`, `backbone`, `quantized` or `fixed:D`. Raises ValueError that says what was found and expected."""
+        kind, colon, depth = text.strip().partition(":")
+        if kind == "fixed" and depth.isdecimal():
+            return cls("fixed", int(depth))
+        if not colon and kind in ("exit", "backbone", "quantized"):
+            return cls(kind)  # type: ignore[arg-type]
+        raise ValueError(f"unknown mode {text!r}: expected exit, backbone, quantized or fixed:D (fixed:3, say)")
+
+    def __str__(self) -> str:
+        return f"fixed:{self.depth}" if self.kind == "fixed" else self.kind
+
+    def backbone_layers(self, num_layers: int) -> range:
+        """Depths at which a passage in this mode may need the backbone layer."""
+        if self.kind == "quantized":
+            return range(0)
+        if self.kind == "fixed":
+            return range(min(self.depth or 0, num_layers))
+        return range(num_layers)
+
+    def river_layers(self, num_layers: int, min_exit: int) -> range:
+        """Depths at which a passage in this mode may need the river layer."""
+        if self.kind == "backbone":
+            return range(num_layers, num_layers)
+        first = {"quantized": 0, "fixed": self.depth or 0, "exit": min_exit}[self.kind]
+        return range(min(first, num_layers), num_layers)
+
+
+@dataclass(frozen=True)
+class ModelSizes:
+    """What every part of a model weighs, in bytes, on the device. Input of `policies.placement.place`."""
+
+    backbone_bytes: tuple[int, ...]
+    """One entry per layer: the full-precision layer, as laid out in a slot."""
+    river_bytes: tuple[int, ...]
+    """One entry per layer: the packed copy with scales, offsets and whatever stays in full precision, norms apart."""
+    norm_bytes: tuple[int, ...]
+    """One entry per layer: norms and the rest, shared with a resident backbone layer, copied otherwise."""
+    embed_bytes: int
+    head_bytes: int
+    """0 when the head is tied to the embedding."""
+    other_bytes: int
+    """Final norm, rotary tables, other buffers."""
+    kv_bytes: int
+    """The whole KV cache at the planned context and batch."""
+    transient_bytes: int
+    """The largest working memory of one passage: activations, logits, dequantization workspace."""
+    embed_away_tier: EmbedTier | None = None
+    """Where the embedding can rest when it is not on the device; None when it must stay (tied to the head)."""
+    embed_away_bytes: int = 0
+    """Device bytes it still costs when it rests there."""
+    staging_bytes: int = 0
+    """Extra device bytes a streamed load needs beside its slot (conversion of dtype), 0 when read in place."""
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.backbone_bytes)
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Which parts rest on which tier."""
+
+    mode: Mode
+    min_exit: int
+    resident_layers: tuple[int, ...]
+    streamed_layers: tuple[int, ...]
+    river_layers: tuple[int, ...]
+    slots: int
+    slot_bytes: int
+    """Size of one slot: the largest streamed layer."""
+    embed_tier: EmbedTier
+    budget_bytes: int
+    terms: Mapping[str, int] = field(default_factory=dict)
+    """Device bytes by category; their sum is `planned_bytes`."""
+
+    @property
+    def planned_bytes(self) -> int:
+        return sum(self.terms.values())
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why nothing fits, and what would."""
+
+    budget_bytes: int
+    needed_bytes: int
+    """The smallest budget for which `place` gives a Placement."""
+    terms: Mapping[str, int]
+    """Device bytes by category of that smallest placement."""
+    largest_term: str
+    advice: tuple[str, ...] = ()
