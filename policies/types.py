@@ -58,11 +58,11 @@ class ModelSizes:
     """What every part of a model weighs, in bytes, on the device. Input of `policies.placement.place`."""
 
     backbone_bytes: tuple[int, ...]
-    """One entry per layer: the full-precision layer, as laid out in a slot."""
+    """One entry per layer: its linears at full precision, as laid out in a slot."""
     river_bytes: tuple[int, ...]
-    """One entry per layer: the packed copy with scales, offsets and whatever stays in full precision, norms apart."""
+    """One entry per layer: its linears quantized, with scales, offsets and what had to stay in full precision."""
     norm_bytes: tuple[int, ...]
-    """One entry per layer: norms and the rest, shared with a resident backbone layer, copied otherwise."""
+    """One entry per layer: norms and the rest, which both copies share and which never leave the device."""
     embed_bytes: int
     head_bytes: int
     """0 when the head is tied to the embedding."""
@@ -78,6 +78,13 @@ class ModelSizes:
     """Device bytes it still costs when it rests there."""
     staging_bytes: int = 0
     """Extra device bytes a streamed load needs beside its slot (conversion of dtype), 0 when read in place."""
+
+    def __post_init__(self) -> None:
+        lengths = len(self.backbone_bytes), len(self.river_bytes), len(self.norm_bytes)
+        if len(set(lengths)) > 1:
+            raise ValueError(
+                f"backbone, river and norm sizes for {lengths} layers: expected one entry per layer in each"
+            )
 
     @property
     def num_layers(self) -> int:

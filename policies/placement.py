@@ -1,0 +1,128 @@
+"""Bytes and a budget in, a Placement out, or a Refusal that names what to change.
+
+Every way to place the model is one candidate, and candidates come in order of preference: the first that fits is the
+placement. When none fits, the cheapest of the same candidates is what the refusal quotes, so the quoted budget is
+exact by construction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from policies.types import EmbedTier, Mode, ModelSizes, Placement, Refusal
+
+
+def place(
+    sizes: ModelSizes,
+    *,
+    mode: Mode,
+    min_exit: int,
+    budget_bytes: int,
+    also_modes: Sequence[Mode] = (),
+    slots: int = 2,
+) -> Placement | Refusal:
+    """Decide what rests on the device within `budget_bytes`.
+
+    River, norms, embedding, head, KV and working memory are there in any case; then as many shallow backbone layers as
+    fit, the deeper ones streamed through at most `slots` slots. An embedding that can rest elsewhere makes room for
+    layers: a token looks up one of its rows, but needs every byte of a layer. Parts are kept for `mode` and for every
+    mode of `also_modes`.
+
+    A larger budget never gives a worse placement: first in the number of resident layers, then in whether the embedding
+    is on the device. Raises ValueError when `slots` is less than 1.
+    """
+    if slots < 1:
+        raise ValueError(f"slots is {slots}: a streamed layer needs at least 1")
+    candidates = list(_candidates(sizes, (mode, *also_modes), min_exit, budget_bytes, slots))
+    for candidate in candidates:
+        if candidate.planned_bytes <= budget_bytes:
+            return candidate
+    smallest = _cheapest(candidates)
+    return Refusal(
+        budget_bytes=budget_bytes,
+        needed_bytes=smallest.planned_bytes,
+        terms=smallest.terms,
+        largest_term=max(smallest.terms, key=smallest.terms.__getitem__),
+        advice=(*_cheaper_parts(smallest), *_cheaper_modes(smallest, sizes, slots)),
+    )
+
+
+def _candidates(
+    sizes: ModelSizes, modes: Sequence[Mode], min_exit: int, budget_bytes: int, slots: int
+) -> Iterator[Placement]:
+    """Every placement of the parts that `modes` need, the best first."""
+    # Each mode takes its backbone layers from the shallow end and its river layers from the deep end, so the longest
+    # range of each kind holds all the others.
+    backbone = max((mode.backbone_layers(sizes.num_layers) for mode in modes), key=len)
+    river = max((mode.river_layers(sizes.num_layers, min_exit) for mode in modes), key=len)
+    tiers: list[EmbedTier] = ["device"]
+    if sizes.embed_away_tier is not None:
+        tiers.append(sizes.embed_away_tier)
+    needed = sorted({*backbone, *river})
+    for resident_count in range(len(backbone), -1, -1):
+        for embed_tier in tiers:
+            streamed = backbone[resident_count:]
+            slot_count = min(slots, len(streamed))
+            slot_bytes = max((sizes.backbone_bytes[layer] for layer in streamed), default=0)
+            yield Placement(
+                mode=modes[0],
+                min_exit=min_exit,
+                resident_layers=tuple(backbone[:resident_count]),
+                streamed_layers=tuple(streamed),
+                river_layers=tuple(river),
+                slots=slot_count,
+                slot_bytes=slot_bytes,
+                embed_tier=embed_tier,
+                budget_bytes=budget_bytes,
+                terms={
+                    "backbone": sum(sizes.backbone_bytes[:resident_count]),
+                    "slots": slot_count * slot_bytes,
+                    "staging": sizes.staging_bytes if streamed else 0,
+                    "river": sum(sizes.river_bytes[layer] for layer in river),
+                    # Both copies of a layer share them, so they stay while the weights come and go.
+                    "norms": sum(sizes.norm_bytes[layer] for layer in needed),
+                    "embedding": sizes.embed_bytes if embed_tier == "device" else sizes.embed_away_bytes,
+                    "head": sizes.head_bytes,
+                    "other": sizes.other_bytes,
+                    "kv": sizes.kv_bytes,
+                    "transient": sizes.transient_bytes,
+                },
+            )
+
+
+def _cheapest(candidates: Sequence[Placement]) -> Placement:
+    return min(candidates, key=lambda candidate: candidate.planned_bytes)
+
+
+def _cheaper_parts(smallest: Placement) -> list[str]:
+    """What would shrink the parts of the smallest placement, the largest part first."""
+    remedies = {
+        "kv": "a smaller context or batch",
+        "transient": "a smaller context or batch",
+        "river": "fewer bits for the river",
+        "head": "the head on 8 bits",
+    }
+    if smallest.slots > 1:
+        remedies["slots"] = "a single slot, which gives up reading ahead"
+    terms = sorted(smallest.terms.items(), key=lambda term: term[1], reverse=True)
+    return [
+        f"{remedies[name]} ({name}: {_percent(size_bytes, smallest)} of the need)"
+        for name, size_bytes in terms
+        if size_bytes and name in remedies
+    ]
+
+
+def _cheaper_modes(smallest: Placement, sizes: ModelSizes, slots: int) -> list[str]:
+    """The modes that keep less than `smallest` does, when they are the only ones asked for."""
+    reasons = {"backbone": "keeps no river", "quantized": "keeps no backbone layer"}
+    advice = []
+    for name, reason in reasons.items():
+        alone = (Mode.parse(name),)
+        other = _cheapest(list(_candidates(sizes, alone, smallest.min_exit, smallest.budget_bytes, slots)))
+        if other.planned_bytes < smallest.planned_bytes:
+            advice.append(f"mode {name} alone, which {reason} ({_percent(other.planned_bytes, smallest)} of the need)")
+    return advice
+
+
+def _percent(size_bytes: int, of: Placement) -> str:
+    return f"{100 * size_bytes / of.planned_bytes:.0f} %"

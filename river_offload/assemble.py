@@ -1,0 +1,218 @@
+"""The one place where everything is wired: a model's structure and a Placement become a running model.
+
+The same code runs on real tensors (`load`) and on fake ones (the dry run of the plan): only the parts differ.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from policies.exit import ExitRule
+from policies.types import Placement
+from river_offload.layer import RiverLayer
+from river_offload.passage import Flow
+from river_offload.store.link import Link
+from river_offload.store.slots import Slots
+from river_offload.store.store import Store
+from river_offload.structure import Structure
+from river_offload.trace import Trace
+
+
+class Parts(Protocol):
+    """Where the tensors come from: a checkpoint, or thin air. All are asked for in the order of the layers."""
+
+    def outside(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        """A tensor outside the layers, by its full name, on the compute device."""
+
+    def away_embedding(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        """The input embedding's weight where it rests off the device: a CPU tensor."""
+
+    def quantized_head(self, head: nn.Linear) -> nn.Module | None:
+        """What takes the place of an LM head that is to be quantized; None when it stays as it is."""
+
+    def norms(self, layer: int) -> Mapping[str, torch.Tensor]:
+        """Norms and the rest of a layer, by name inside it, on the compute device: both copies share them."""
+
+    def linears(self, layer: int, *, resident: bool, river: nn.Module | None) -> Mapping[str, torch.Tensor]:
+        """Full-precision weights of the layer's linears, by name inside it, on the compute device, if `resident`.
+
+        `river` is a copy of the layer without weights: its linears are replaced by quantized ones here, so that a
+        layer's bytes are read once, used for both, and dropped.
+        """
+
+
+def assemble(
+    structure: Structure,
+    placement: Placement,
+    parts: Parts,
+    *,
+    rule: ExitRule,
+    trace: Trace,
+    device: torch.device,
+    slots: Slots,
+    link: Link | None,
+    streamed_bytes: Mapping[int, int],
+) -> Flow:
+    """Fill `structure.model` in place and put a RiverLayer at every depth; returns the flow its passages go through.
+
+    Args:
+        streamed_bytes: bytes that a fetch of each streamed layer moves.
+        slots, link: what streamed layers come through; an empty Slots and None when nothing is streamed.
+    """
+    _place_outside(structure, placement, parts, device)
+    backbone: dict[int, nn.Module] = {}
+    river: dict[int, nn.Module] = {}
+    needed = {*placement.resident_layers, *placement.streamed_layers}
+    for depth in range(structure.num_layers):
+        layer = structure.layers[depth]
+        _set_tensors(layer, parts.norms(depth))
+        _move_buffers(layer, device)
+        river_layer = _copy_sharing_norms(layer) if depth in placement.river_layers else None
+        weights = parts.linears(depth, resident=depth in placement.resident_layers, river=river_layer)
+        _clear_weights(layer, structure.weight_shapes(depth))
+        _set_tensors(layer, weights)
+        if river_layer is not None:
+            river[depth] = river_layer
+        if depth in needed:
+            backbone[depth] = layer
+    store = Store(backbone, streamed_bytes, slots, link)
+    flow = Flow(rule, store, trace)
+    for depth in range(structure.num_layers):
+        structure.layers[depth] = RiverLayer(depth, backbone.get(depth), river.get(depth), flow)
+    _follow_passages(structure, flow)
+    return flow
+
+
+class AwayEmbedding(nn.Module):
+    """An input embedding that rests off the device: rows are looked up where they are and sent over.
+
+    The wrapped module is no registered child, so `model.device` stays the device of everything else.
+    """
+
+    def __init__(self, embedding: nn.Module, device: torch.device) -> None:
+        super().__init__()
+        self._held = (embedding,)
+        self._device = device
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """input_ids [batch, tokens] on any device -> states [batch, tokens, hidden] on the compute device."""
+        states: torch.Tensor = self._held[0](input_ids.cpu())
+        return states.to(self._device, non_blocking=True)
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """The table, on the tier where it rests."""
+        weight: torch.Tensor = self._held[0].weight
+        return weight
+
+
+def _place_outside(structure: Structure, placement: Placement, parts: Parts, device: torch.device) -> None:
+    """Embedding, final norm, head and buffers. A tied name gets the very parameter it is tied to."""
+    model, away = structure.model, placement.embed_tier != "device"
+    quantized_head = parts.quantized_head(structure.head)
+    for name, shape in structure.outside().items():
+        if name in structure.tied or (quantized_head is not None and name == structure.head_name):
+            continue
+        if away and name == structure.embedding_name:
+            _set_tensors(model, {name: parts.away_embedding(name, shape)})
+        else:
+            _set_tensors(model, {name: parts.outside(name, shape)})
+    for name, target in structure.tied.items():
+        module, _, leaf = name.rpartition(".")
+        model.get_submodule(module)._parameters[leaf] = model.get_parameter(target)
+    embedding = model.get_input_embeddings()
+    for module in structure.model.modules():
+        inside_layers = any(module is layer for layer in structure.layers)
+        if not inside_layers and not (away and module is embedding):
+            _move_buffers(module, device, recurse=False)
+    if away:
+        model.set_input_embeddings(AwayEmbedding(embedding, device))
+    if quantized_head is not None:
+        model.set_output_embeddings(quantized_head)
+
+
+def _copy_sharing_norms(layer: nn.Module) -> nn.Module:
+    """A copy of the layer that has the very same parameters: the norms stay shared, the linears will be replaced."""
+    return copy.deepcopy(layer, memo={id(t): t for t in (*layer.parameters(), *layer.buffers())})
+
+
+def _clear_weights(layer: nn.Module, names: Mapping[str, object]) -> None:
+    """Off the device a layer has no weights at all, rather than empty ones."""
+    for name in names:
+        module, _, leaf = name.rpartition(".")
+        layer.get_submodule(module)._parameters[leaf] = None
+
+
+def _set_tensors(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Give parameters and buffers their tensors, by name below `module`."""
+    for name, tensor in tensors.items():
+        parent, _, leaf = name.rpartition(".")
+        owner = module.get_submodule(parent)
+        if leaf in owner._buffers:
+            owner._buffers[leaf] = tensor
+        else:
+            owner._parameters[leaf] = nn.Parameter(tensor, requires_grad=False)
+
+
+def _move_buffers(module: nn.Module, device: torch.device, *, recurse: bool = True) -> None:
+    """Buffers that no checkpoint stores were computed on the CPU when the structure was built."""
+    for child in module.modules() if recurse else [module]:
+        for name, buffer in child._buffers.items():
+            if buffer is not None:
+                child._buffers[name] = buffer.to(device)
+
+
+def _follow_passages(structure: Structure, flow: Flow) -> None:
+    """Open a passage when the decoder starts and close it when it ends, on torch's own seam for that."""
+
+    def opened(_: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
+        flow.open(**_describe(args, kwargs))
+
+    def closed(_: nn.Module, __: object, output: object) -> None:
+        # Called with None in place of an output when the forward raised.
+        flow.close(completed=output is not None)
+
+    structure.decoder.register_forward_pre_hook(opened, with_kwargs=True)
+    structure.decoder.register_forward_hook(closed, always_call=True)
+
+
+def _describe(args: Sequence[object], kwargs: Mapping[str, object]) -> dict[str, object]:
+    """Batch, tokens and padding of a call of the decoder, as `Flow.open` takes them."""
+    tokens = kwargs.get("input_ids")
+    if tokens is None:
+        tokens = args[0] if args else kwargs.get("inputs_embeds")
+    assert isinstance(tokens, torch.Tensor), "the decoder was called without input_ids and inputs_embeds"
+    cache = kwargs.get("cache", kwargs.get("past_key_values"))
+    cached_tokens = int(cache.get_seq_length()) if cache is not None else 0  # type: ignore[attr-defined]
+    batch, new_tokens = tokens.shape[:2]
+    return {
+        "batch": batch,
+        "new_tokens": new_tokens,
+        "cached_tokens": cached_tokens,
+        "real": real_tokens(kwargs.get("attention_mask"), new_tokens, cached_tokens),
+    }
+
+
+def real_tokens(mask: object, new_tokens: int, cached_tokens: int) -> torch.Tensor | None:
+    """Which of the new tokens are no padding: bool [batch, new_tokens], or None when all are.
+
+    Args:
+        mask: what the decoder was given: None, a 2-d mask over all tokens, a 4-d one (transformers makes it early for a
+            static cache) or a dict of 4-d ones by attention type.
+    """
+    if isinstance(mask, dict):
+        mask = mask.get("full_attention", next(iter(mask.values()), None))
+    if not isinstance(mask, torch.Tensor) or new_tokens == 1:  # a token that is being generated is real
+        return None
+    if mask.ndim == 2:
+        return mask[:, -new_tokens:].bool()
+    # A real token sees itself, whatever the window; a padding token is hidden from every query. The first new token
+    # stands after the cached ones, or, where a window has dropped some of those, before the end of the keys.
+    allowed = mask if mask.dtype == torch.bool else mask >= 0
+    first = min(cached_tokens, allowed.shape[-1] - new_tokens)
+    return torch.diagonal(allowed[:, 0], offset=first, dim1=-2, dim2=-1)[:, :new_tokens]

@@ -1,0 +1,227 @@
+"""What a user may ask for: sizes, quantization, one dataclass with the fields of `load`.
+
+Never imports torch, so the command line can check its options before anything heavy is loaded.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import os
+import re
+import tomllib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+from policies.types import Mode
+from river_offload.errors import UsageError
+
+_UNIT_BYTES = {
+    "": 1,
+    "b": 1,
+    **{f"{prefix}b": 1000**power for power, prefix in enumerate("kmgt", start=1)},
+    **{f"{prefix}ib": 1024**power for power, prefix in enumerate("kmgt", start=1)},
+}
+_SIZE = re.compile(r"([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*([a-z]*)")
+
+
+def parse_size(size: str | int) -> int:
+    """Bytes of a size as people write it: `8GiB`, `600 MiB`, `7.5GB`, or plain bytes. Rounds down to a whole byte.
+
+    Raises UsageError for anything else, also for `8G`, which some read as 10^9 and others as 2^30.
+    """
+    if isinstance(size, int) and not isinstance(size, bool) and size >= 0:
+        return size
+    if isinstance(size, str) and (found := _SIZE.fullmatch(size.strip().lower())):
+        number, unit = found.groups()
+        if unit in ("k", "m", "g", "t"):
+            binary, decimal = f"{number}{unit.upper()}iB", f"{number}{unit.upper()}B"
+            raise UsageError(f"size {size!r} is ambiguous: write {binary} (powers of 1024) or {decimal} (of 1000)")
+        if unit in _UNIT_BYTES and (unit or "." not in number):
+            return int(Fraction(number) * _UNIT_BYTES[unit])
+    raise UsageError(f"size {size!r} cannot be read: write it like 8GiB, 600MiB, 7.5GB or as a whole number of bytes")
+
+
+def format_size(size_bytes: int) -> str:
+    """`8.00 GiB`, `200.0 MiB`, `12 B`: rounded, for people. Quote a budget to be typed again in plain bytes."""
+    for unit, power, digits in (("GiB", 3, 2), ("MiB", 2, 1), ("KiB", 1, 1)):
+        value = round(size_bytes / 1024**power, digits)
+        if value >= 1:
+            return f"{value:.{digits}f} {unit}"
+    return f"{size_bytes} B"
+
+
+def default_cache_dir() -> Path:
+    """Where built rivers rest: $RIVER_OFFLOAD_CACHE, else river-offload below $XDG_CACHE_HOME or ~/.cache."""
+    if chosen := os.environ.get("RIVER_OFFLOAD_CACHE"):
+        return _expand_home(chosen)
+    xdg = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    # The XDG specification: a relative path is invalid and must be ignored.
+    return (xdg if xdg.is_absolute() else _expand_home("~/.cache")) / "river-offload"
+
+
+def _expand_home(path: str) -> Path:
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as error:
+        raise UsageError(f"no home directory for {path}: write it in full, or set RIVER_OFFLOAD_CACHE") from error
+
+
+@dataclass(frozen=True)
+class QuantConfig:
+    """How river layers are quantized. Raises UsageError for a value outside the lists below."""
+
+    bits: int = 4
+    """2, 3, 4 or 8 bits a weight."""
+    group_size: int = 64
+    """32, 64 or 128 weights share one scale and offset."""
+    axis: int = 1
+    """1: groups run along the inputs of a matrix. HQQ's axis 0 has no kernel here."""
+
+    def __post_init__(self) -> None:
+        _require_one_of("quant.bits", self.bits, (2, 3, 4, 8))
+        _require_one_of("quant.group_size", self.group_size, (32, 64, 128))
+        _require_one_of("quant.axis", self.axis, (1,))
+
+
+@dataclass(frozen=True)
+class RiverConfig:
+    """The arguments of `river_offload.load`, checked.
+
+    Build it with `from_options` or `from_toml`, which also read sizes, paths and the quant table as people write
+    them; the constructor takes the types below. All three raise UsageError that names the field.
+    """
+
+    model: str
+    budget: int | None = None
+    """Device bytes; None for what the device has free."""
+    host_budget: int | None = None
+    """Bytes of main memory for layers that wait there; None for what the machine has free."""
+    context: int = 4096
+    """Tokens the KV cache is planned for, prompt and new ones together."""
+    batch: int = 1
+    mode: str = "exit"
+    tau: float = 0.5
+    min_exit: int = 1
+    quant: QuantConfig = field(default_factory=QuantConfig)
+    head_bits: int = 16
+    """16 keeps the LM head at full precision; 8 or 4 quantizes an untied one, in groups of `quant.group_size`."""
+    device: str = "auto"
+    dtype: str = "auto"
+    cache_dir: Path | None = None
+    """None for `default_cache_dir()`."""
+    slots: int = 2
+    also_modes: tuple[str, ...] = ()
+    """Further modes whose parts are kept, so that the loaded model can switch to them."""
+    trust_remote_code: bool = False
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.model, str) or not self.model:
+            raise _wrong("model", self.model, "a directory, a .gguf file, a hub id or demo")
+        for name in ("context", "batch", "min_exit", "slots"):
+            _require_positive(name, getattr(self, name))
+        for name in ("budget", "host_budget"):
+            if getattr(self, name) is not None:
+                _require_positive(name, getattr(self, name))
+        if isinstance(self.tau, bool) or not isinstance(self.tau, (int, float)) or not math.isfinite(self.tau):
+            raise _wrong("tau", self.tau, "a finite number")
+        if not isinstance(self.also_modes, tuple):
+            raise _wrong("also_modes", self.also_modes, "a list of modes")
+        for name, mode in (("mode", self.mode), *(("also_modes", mode) for mode in self.also_modes)):
+            _require_mode(name, mode)
+        if not isinstance(self.quant, QuantConfig):
+            raise _wrong("quant", self.quant, "a QuantConfig or a table")
+        if not isinstance(self.device, str) or not re.fullmatch(r"auto|cpu|cuda(:[0-9]+)?", self.device):
+            raise _wrong("device", self.device, "auto, cpu, cuda or cuda:N")
+        _require_one_of("head_bits", self.head_bits, (16, 8, 4))
+        _require_one_of("dtype", self.dtype, ("auto", "float32", "bfloat16", "float16"))
+        if self.cache_dir is not None and not isinstance(self.cache_dir, Path):
+            raise _wrong("cache_dir", self.cache_dir, "a path")
+        if not isinstance(self.trust_remote_code, bool):
+            raise _wrong("trust_remote_code", self.trust_remote_code, "true or false")
+
+    @classmethod
+    def from_options(cls, **options: Any) -> RiverConfig:
+        """A config from values as they come from a command line, a TOML file or a caller of `load`.
+
+        Sizes may be text (`8GiB`), `model` and `cache_dir` text or paths, `quant` a mapping, `also_modes` any list.
+        """
+        return cls._from_mapping(options)
+
+    @classmethod
+    def from_toml(cls, path: str | Path) -> RiverConfig:
+        """A config from a TOML file: the fields above, quantization in a table `[quant]`. Errors name the file."""
+        try:
+            return cls._from_mapping(tomllib.loads(Path(path).read_text(encoding="utf-8")))
+        except OSError as error:
+            raise UsageError(f"configuration {path} cannot be read: {error.strerror or error}") from error
+        except ValueError as error:  # TOMLDecodeError or UnicodeDecodeError
+            raise UsageError(f"configuration {path} is not valid TOML: {error}") from error
+        except UsageError as error:
+            raise UsageError(f"configuration {path}: {error}") from error
+
+    @classmethod
+    def _from_mapping(cls, options: Mapping[str, Any]) -> RiverConfig:
+        _require_known(options, cls)
+        if "model" not in options:
+            raise UsageError("model is missing: name a directory, a .gguf file, a hub id or demo")
+        readers: dict[str, Callable[[Any], Any]] = {
+            "model": lambda value: str(value) if isinstance(value, Path) else value,
+            "budget": lambda value: _read_size("budget", value),
+            "host_budget": lambda value: _read_size("host_budget", value),
+            "quant": _read_quant,
+            "cache_dir": lambda value: _expand_home(value) if isinstance(value, str) and value else value,
+            "also_modes": lambda value: tuple(value) if isinstance(value, list) else value,
+        }
+        return cls(**{name: readers[name](value) if name in readers else value for name, value in options.items()})
+
+
+def _read_size(name: str, value: str | int | None) -> int | None:
+    try:
+        return None if value is None else parse_size(value)
+    except UsageError as error:
+        raise UsageError(f"{name}: {error}") from error
+
+
+def _read_quant(value: object) -> object:
+    if not isinstance(value, Mapping):
+        return value
+    _require_known(value, QuantConfig, prefix="quant.")
+    return QuantConfig(**value)
+
+
+def _require_known(keys: Iterable[str], owner: type[RiverConfig] | type[QuantConfig], prefix: str = "") -> None:
+    """Raises UsageError for the first key that `owner` lacks, with the nearest of all fields of both classes."""
+    own = [item.name for item in fields(owner)]
+    written = {item.name: f"quant.{item.name}" for item in fields(QuantConfig)}
+    written |= {item.name: item.name for item in fields(RiverConfig)}
+    for key in keys:
+        if key not in own:
+            near = difflib.get_close_matches(str(key), written, n=1, cutoff=0.5)
+            hint = f"did you mean {written[near[0]]}?" if near else f"expected one of {', '.join(own)}"
+            raise UsageError(f"unknown key {prefix}{key}: {hint}")
+
+
+def _require_positive(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise _wrong(name, value, "a whole number of at least 1")
+
+
+def _require_one_of(name: str, value: object, allowed: tuple[object, ...]) -> None:
+    # True == 1 and 4.0 == 4, and neither is what was meant.
+    if not any(value == item and type(value) is type(item) for item in allowed):
+        raise _wrong(name, value, " or ".join(map(str, allowed)))
+
+
+def _require_mode(name: str, value: object) -> None:
+    try:
+        Mode.parse(value if isinstance(value, str) else repr(value))
+    except ValueError as error:
+        raise UsageError(f"{name}: {error}") from error
+
+
+def _wrong(name: str, value: object, expected: str) -> UsageError:
+    return UsageError(f"{name} is {value!r}: expected {expected}")

@@ -1,0 +1,222 @@
+"""`model.river`: the mode in force, the account of the last generate, the trace, and the way out."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from policies.types import Mode, Placement
+from river_offload.config import RiverConfig
+from river_offload.errors import ModeError, UsageError
+from river_offload.kv.cache import SharedCache
+from river_offload.passage import Flow
+from river_offload.trace import PassageRecord, Trace
+
+
+@dataclass
+class Account:
+    """What the last generate did, filled while it runs."""
+
+    prompt_tokens: int = 0
+    new_tokens: int = 0
+    first_record: int = 0
+    load_s: float = 0.0
+    seconds: float = 0.0
+    peak_device_bytes: int = 0
+
+
+class River:
+    """The handle of a loaded model.
+
+    Attributes:
+        tokenizer: the checkpoint's tokenizer, None when it has none.
+        config: the options it was loaded with.
+        placement: what rests where.
+        trace: one record per passage since the model was loaded (or since `trace.clear()`).
+        notes: remarks on the checkpoint: files ignored, tensors not used.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        flow: Flow,
+        *,
+        tokenizer: Any,
+        config: RiverConfig,
+        placement: Placement,
+        budget_source: str,
+        kernels: dict[str, Any],
+        notes: list[str],
+        measure_device_bytes: Callable[[], int],
+        on_close: Callable[[], None],
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.config = config
+        self.placement = placement
+        self.notes = notes
+        self.account = Account()
+        self._model = model
+        self._flow = flow
+        self._budget_source = budget_source
+        self._kernels = kernels
+        self._measure_device_bytes = measure_device_bytes
+        self._on_close = on_close
+
+    @property
+    def trace(self) -> Trace:
+        return self._flow.trace
+
+    @property
+    def num_layers(self) -> int:
+        return self._flow.rule.num_layers
+
+    @property
+    def mode(self) -> str:
+        """`exit`, `backbone`, `quantized` or `fixed:D`. Setting it raises ModeError when its parts were not built."""
+        return str(self._flow.rule.mode)
+
+    @mode.setter
+    def mode(self, mode: str) -> None:
+        self._set(mode=mode)
+
+    @property
+    def tau(self) -> float:
+        """The exit threshold of mode `exit`."""
+        return self._flow.rule.tau
+
+    @tau.setter
+    def tau(self, tau: float) -> None:
+        self._set(tau=tau)
+
+    @property
+    def min_exit(self) -> int:
+        """The fewest backbone layers of a passage in mode `exit`."""
+        return self._flow.rule.min_exit
+
+    @contextlib.contextmanager
+    def using(self, *, mode: str | None = None, tau: float | None = None) -> Iterator[River]:
+        """Other settings until the block ends, the old ones after it. Raises ModeError, UsageError."""
+        before = self._flow.rule
+        self._set(mode=mode, tau=tau)
+        try:
+            yield self
+        finally:
+            self._flow.rule = before
+
+    def new_cache(self, max_tokens: int | None = None) -> SharedCache:
+        """An empty KV cache to keep over several calls: pass it to `generate` as `past_key_values`.
+
+        Args:
+            max_tokens: tokens per row; the planned context when not given.
+        """
+        return SharedCache(self._model.config.get_text_config(decoder=True), max_tokens or self.config.context)
+
+    def device_bytes(self) -> int:
+        """Bytes that weights, river, buffers and slots hold on the device now, counted from their storages."""
+        return self._measure_device_bytes()
+
+    def report(self) -> dict[str, Any]:
+        """The account of the last generate. Byte counts are bytes, times are seconds.
+
+        `depths` has the depth of the passage that made each new token, the first being the prefill's; `mean_depth` is
+        their mean without the prefill's (with it when there is no other). `peak_device_bytes` is what the weights hold plus the
+        highest that caches and working memory rose to.
+        """
+        account = self.account
+        records = self.trace.records[account.first_record :]
+        depths = [record.depth for record in records]
+        decode = [record for record in records if record.path == "decode"]
+        prefill_s = sum(record.seconds for record in records if record.path == "prefill")
+        generated = [record.depth for record in decode] or depths
+        return {
+            "prompt_tokens": account.prompt_tokens,
+            "new_tokens": account.new_tokens,
+            "mode": self.mode,
+            "tau": self.tau,
+            "num_layers": self.num_layers,
+            "mean_depth": sum(generated) / len(generated) if generated else None,
+            "depths": depths,
+            "prefill_depth": _first(records, "prefill"),
+            "seconds": {
+                "load": account.load_s,
+                "prefill": prefill_s,
+                "decode": max(account.seconds - prefill_s, 0.0),
+            },
+            "tokens_per_s": account.new_tokens / account.seconds if account.seconds else None,
+            "bytes_streamed": sum(record.bytes_streamed for record in records),
+            "wait_s": sum(record.wait_s for record in records),
+            "peak_device_bytes": account.peak_device_bytes,
+            "budget_bytes": self.placement.budget_bytes,
+            "budget_source": self._budget_source,
+            "placement": {
+                "resident_layers": len(self.placement.resident_layers),
+                "streamed_layers": len(self.placement.streamed_layers),
+                "slots": self.placement.slots,
+                "embed_tier": self.placement.embed_tier,
+            },
+            "planned_bytes": dict(self.placement.terms),
+            **self._kernels,
+        }
+
+    def close(self) -> None:
+        """Give back threads, files and slots. The model can no longer stream; calling it twice does nothing."""
+        self._flow.store.close()
+        self._on_close()
+
+    def __enter__(self) -> River:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _set(self, *, mode: str | None = None, tau: float | None = None) -> None:
+        rule = self._flow.rule
+        if mode is not None:
+            rule = replace(rule, mode=self._built(mode))
+        if tau is not None:
+            if rule.mode.kind != "exit":
+                raise UsageError(f"tau has no effect in mode {rule.mode}: only mode exit looks at the exit signal")
+            rule = replace(rule, tau=float(tau))
+        self._flow.rule = rule
+
+    def _built(self, text: str) -> Mode:
+        """The mode, if every layer that it may reach is there."""
+        mode = check_mode(text, self.num_layers)
+        backbone = {*self.placement.resident_layers, *self.placement.streamed_layers}
+        for part, needed, built in (
+            ("backbone", mode.backbone_layers(self.num_layers), backbone),
+            ("river", mode.river_layers(self.num_layers, self.min_exit), set(self.placement.river_layers)),
+        ):
+            missing = sorted(set(needed) - built)
+            if missing:
+                raise ModeError(
+                    f"mode {mode} needs {part} layers {missing[0]}..{missing[-1]}, which mode {self.placement.mode} did "
+                    f"not build: load with mode={text!r}, or with also_modes=({text!r},)"
+                )
+        return mode
+
+
+def check_mode(text: str, num_layers: int) -> Mode:
+    """Parse a mode and hold its depth against the model. Raises UsageError."""
+    try:
+        mode = Mode.parse(text)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    if mode.depth is not None and mode.depth > num_layers:
+        raise UsageError(f"mode {text} leaves after {mode.depth} layers, the model has {num_layers}: use 0..{num_layers}")
+    return mode
+
+
+def _first(records: list[PassageRecord], path: str) -> int | None:
+    return next((record.depth for record in records if record.path == path), None)
+
+
+def device_tensors(model: torch.nn.Module) -> Iterator[torch.Tensor]:
+    """Every parameter and buffer that a model holds."""
+    yield from model.parameters()
+    yield from model.buffers()

@@ -1,0 +1,1 @@
+"""The KV cache that backbone and river share."""

@@ -1,0 +1,147 @@
+"""The shared KV cache on the device: allocated once for the planned context, written in place, never doubled.
+
+Backbone and river layers of one depth carry the same `layer_idx`, so they write to the same place of one cache and no
+entry is ever missing, whatever the depths of the passages were.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+
+from river_offload.errors import ContextError, UnsupportedError
+
+
+class SharedLayer(DynamicLayer):
+    """Keys and values of one depth, [batch, kv_heads, capacity, head_dim], filled from the front.
+
+    `keys` and `values` are views of what is filled. Transformers' own layer concatenates instead: each step would hold
+    one layer twice and copy all of it.
+
+    Args:
+        capacity: tokens the layer can hold.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        super().__init__()
+        self.capacity = capacity
+        self._key_buffer: torch.Tensor | None = None
+        self._value_buffer: torch.Tensor | None = None
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any) -> None:
+        """Allocate for the batch, heads and dtype of the first states."""
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self._key_buffer = _empty_like(key_states, self.capacity)
+        self._value_buffer = _empty_like(value_states, self.capacity)
+        self._show(0)
+        self.is_initialized = True
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Append the states of new tokens, [batch, kv_heads, tokens, head_dim]; returns all that is cached.
+
+        Raises ContextError when they do not fit.
+        """
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        assert self._key_buffer is not None and self._value_buffer is not None
+        start = self.get_seq_length()
+        end = start + key_states.shape[-2]
+        if end > self.capacity:
+            raise ContextError(
+                f"{end} tokens in a KV cache made for {self.capacity}: "
+                "load with a larger context or make a larger cache with model.river.new_cache()"
+            )
+        self._key_buffer[:, :, start:end] = key_states
+        self._value_buffer[:, :, start:end] = value_states
+        self._show(end)
+        return self.keys, self.values
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Give back the last `abs(tokens_to_remove)` tokens (transformers passes a negative count)."""
+        if self.is_initialized and tokens_to_remove:
+            self._show(max(self.get_seq_length() - abs(tokens_to_remove), 0))
+
+    def reset(self) -> None:
+        """Forget every token, keep the memory."""
+        if self.is_initialized:
+            self._show(0)
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        """Row i becomes old row beam_idx[i], in place (beam search)."""
+        self._replace_rows(beam_idx)
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep the rows `indices`."""
+        self._replace_rows(indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Every row `repeats` times."""
+        if self.is_initialized:
+            assert self._key_buffer is not None
+            self._replace_rows(torch.arange(len(self._key_buffer), device=self.device).repeat_interleave(repeats))
+
+    def _replace_rows(self, rows: torch.Tensor) -> None:
+        if not self.is_initialized:
+            return
+        assert self._key_buffer is not None and self._value_buffer is not None
+        length = self.get_seq_length()
+        keys, values = (t.index_select(0, rows.to(t.device)) for t in (self.keys, self.values))
+        if len(rows) != len(self._key_buffer):
+            self._key_buffer, self._value_buffer = _empty_like(keys, self.capacity), _empty_like(values, self.capacity)
+        self._key_buffer[:, :, :length] = keys
+        self._value_buffer[:, :, :length] = values
+        self._show(length)
+
+    def _show(self, length: int) -> None:
+        assert self._key_buffer is not None and self._value_buffer is not None
+        self.keys = self._key_buffer[:, :, :length]
+        self.values = self._value_buffer[:, :, :length]
+
+
+class SharedCache(Cache):
+    """The KV cache of a loaded model; sliding-window layers keep transformers' own bounded kind.
+
+    Args:
+        config: the text config of the model.
+        capacity: tokens per row.
+
+    Raises:
+        UnsupportedError: the model keeps another kind of state than keys and values (linear attention, say).
+    """
+
+    def __init__(self, config: PretrainedConfig, capacity: int) -> None:
+        layers: list[Any] = []
+        for index, layer in enumerate(DynamicCache(config=config).layers):
+            if type(layer) is DynamicLayer:
+                layers.append(SharedLayer(capacity))
+            elif type(layer) is DynamicSlidingWindowLayer:
+                layers.append(layer)
+            else:
+                raise UnsupportedError(
+                    f"layer {index} of this model caches {type(layer).__name__}: expected full or sliding-window "
+                    "attention, other kinds are not supported yet"
+                )
+        super().__init__(layers=layers)
+
+
+def cache_argument(model: PreTrainedModel) -> str:
+    """What this transformers version calls a cache that is handed to the model: `cache` from 5.24 on."""
+    return "cache" if "cache" in inspect.signature(type(model).forward).parameters else "past_key_values"
+
+
+def cache_tensors(cache: Cache) -> Iterator[torch.Tensor | None]:
+    """The key and value tensors a cache holds, None where a layer holds nothing yet."""
+    for layer in cache.layers:
+        yield from (layer.keys, layer.values)
+
+
+def _empty_like(states: torch.Tensor, capacity: int) -> torch.Tensor:
+    batch, heads, _, head_dim = states.shape
+    return states.new_empty((batch, heads, capacity, head_dim))

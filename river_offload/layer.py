@@ -1,0 +1,58 @@
+"""START HERE: `RiverLayer`, the two ways through one depth of the model.
+
+The decoder-layer list of a transformers model holds one of these per depth; everything else of the model is untouched.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from river_offload.passage import Flow
+
+
+class RiverLayer(nn.Module):
+    """One depth: the model's own decoder layer (backbone) and its 4-bit copy (river), on one place in the KV cache.
+
+    Args:
+        depth: 0-based place in the model, the `layer_idx` of both copies.
+        backbone: the model's own layer; None where no mode that was built reaches it.
+        river: its quantized copy, sharing the norms; None where no mode that was built reaches it.
+        flow: the open passage and the store that lends backbone layers.
+    """
+
+    def __init__(self, depth: int, backbone: nn.Module | None, river: nn.Module | None, flow: Flow) -> None:
+        super().__init__()
+        self.depth = depth
+        self.backbone = backbone
+        self.river = river
+        self._flow = flow
+
+    def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """hidden_states [batch, tokens, hidden]; all else passes through untouched to whichever copy runs."""
+        passage = self._flow.passage
+        if passage.on_river(self.depth):
+            assert self.river is not None
+            return self.river(hidden_states, *args, **kwargs)
+        with self._flow.store.hold(self.depth) as backbone:
+            output = backbone(hidden_states, *args, **kwargs)
+        passage.observe(self.depth + 1, hidden_states, _state(output))
+        return output
+
+    def __getattr__(self, name: str) -> Any:
+        """Model code may read a layer's attributes (`attention_type`): both copies have the same."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            modules = self.__dict__.get("_modules", {})
+            layer = modules.get("backbone") or modules.get("river")
+            if layer is None:
+                raise
+            return getattr(layer, name)
+
+
+def _state(output: Any) -> torch.Tensor:
+    """A decoder layer returns its state, older ones a tuple that starts with it."""
+    return output[0] if isinstance(output, tuple) else output

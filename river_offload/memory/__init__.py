@@ -1,0 +1,1 @@
+"""What we allocated, counted by name, and what the machine says it has."""

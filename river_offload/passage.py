@@ -1,0 +1,114 @@
+"""One forward pass through the layers: its path, its depth, its signals. `Flow` opens and closes them in turn."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+import torch
+
+from policies.exit import ExitRule
+from river_offload.store.store import Store
+from river_offload.trace import PassageRecord, Trace
+
+SIGNAL_CHUNK_TOKENS = 256
+"""Tokens compared at once: bounds the float32 copies of a long prompt's states."""
+
+
+def exit_signal(entering: torch.Tensor, leaving: torch.Tensor, real: torch.Tensor | None = None) -> float:
+    """Minimum over tokens of the cosine between the state entering and leaving a layer (River-LLM, section 3).
+
+    Args:
+        entering, leaving: hidden states [batch, tokens, hidden], any floating dtype; compared in float32.
+        real: bool [batch, tokens], False at padding; None when every token counts.
+
+    Returns:
+        The signal in [-1, 1]. Reading it waits for the device: the exit is decided on the host.
+    """
+    least = torch.full((), torch.inf, dtype=torch.float32, device=leaving.device)
+    for start in range(0, leaving.shape[1], SIGNAL_CHUNK_TOKENS):
+        chunk = slice(start, start + SIGNAL_CHUNK_TOKENS)
+        cosine = torch.cosine_similarity(entering[:, chunk].float(), leaving[:, chunk].float(), dim=-1)
+        if real is not None:
+            cosine = cosine.masked_fill(~real[:, chunk], torch.inf)
+        least = torch.minimum(least, cosine.min())
+    return least.item()
+
+
+@dataclass
+class Passage:
+    """What is known about one forward pass while it runs."""
+
+    rule: ExitRule
+    batch: int
+    new_tokens: int
+    cached_tokens: int
+    real: torch.Tensor | None = None
+    """bool [batch, new_tokens], False at padding; None when every token is real."""
+    exit_depth: int | None = None
+    """Backbone layers run before the exit; None while on the backbone."""
+    signals: list[float] = field(default_factory=list)
+
+    def on_river(self, depth: int) -> bool:
+        """Is the layer at `depth` taken on the river?"""
+        return self.exit_depth is not None and depth >= self.exit_depth
+
+    def observe(self, layers_run: int, entering: torch.Tensor, leaving: torch.Tensor) -> None:
+        """A backbone layer has run, `layers_run` of them by now: look whether the states have settled."""
+        if self.rule.wants_signal(layers_run):
+            signal = exit_signal(entering, leaving, self.real)
+            self.signals.append(signal)
+            if self.rule.leaves(layers_run, signal):
+                self.exit_depth = layers_run
+
+
+class Flow:
+    """The passages of one loaded model: at most one is open, and each ends as a record of the trace."""
+
+    def __init__(self, rule: ExitRule, store: Store, trace: Trace) -> None:
+        self.rule = rule
+        self.store = store
+        self.trace = trace
+        self._passage: Passage | None = None
+        self._opened_s = 0.0
+        self._bytes_before = 0
+        self._wait_before_s = 0.0
+
+    @property
+    def passage(self) -> Passage:
+        """The open passage. A decoder layer that runs outside the model's forward pass is a programming error."""
+        assert self._passage is not None, "a RiverLayer ran outside a forward pass of its model"
+        return self._passage
+
+    def open(
+        self, *, batch: int, new_tokens: int, cached_tokens: int, real: torch.Tensor | None
+    ) -> Passage:
+        """Begin a forward pass under the rule in force."""
+        self._passage = Passage(
+            self.rule, batch, new_tokens, cached_tokens, real, exit_depth=self.rule.first_depth_on_river()
+        )
+        self._opened_s = time.perf_counter()
+        self._bytes_before, self._wait_before_s = self.store.bytes_streamed, self.store.wait_s
+        return self._passage
+
+    def close(self, *, completed: bool) -> None:
+        """End the forward pass; one that failed or was interrupted leaves no record."""
+        passage, self._passage = self._passage, None
+        if passage is None or not completed:
+            return
+        depth = passage.exit_depth
+        self.trace.append(
+            PassageRecord(
+                index=len(self.trace.records),
+                new_tokens=passage.new_tokens,
+                batch=passage.batch,
+                cached_tokens=passage.cached_tokens,
+                path="decode" if passage.new_tokens == 1 and passage.cached_tokens else "prefill",
+                mode=str(passage.rule.mode),
+                depth=passage.rule.num_layers if depth is None else depth,
+                signals=passage.signals,
+                wait_s=self.store.wait_s - self._wait_before_s,
+                bytes_streamed=self.store.bytes_streamed - self._bytes_before,
+                seconds=time.perf_counter() - self._opened_s,
+            )
+        )

@@ -1,0 +1,176 @@
+"""What a model needs while it runs, measured by running it on fake tensors: no weights, no device, no time.
+
+The layers run through the same `assemble`, cache and forward code as on the machine; only one layer of each kind is
+run, since all of a kind allocate alike.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import PretrainedConfig
+
+from policies.exit import ExitRule
+from policies.types import Mode, Placement
+from river_offload.assemble import assemble
+from river_offload.config import QuantConfig
+from river_offload.kv.cache import SharedCache, cache_argument, cache_tensors
+from river_offload.memory.storages import StorageMeter, storage_bytes
+from river_offload.quant.linear import RiverLinear
+from river_offload.quant.river import head_spec, install_empty
+from river_offload.store.slots import Slots
+from river_offload.structure import Structure
+from river_offload.trace import Trace
+
+
+@dataclass(frozen=True)
+class Needs:
+    """Device bytes a running model needs beside its weights."""
+
+    kv_bytes: int
+    """The whole KV cache, full."""
+    transient_bytes: int
+    """The most that any passage allocates beside it: activations, masks, logits, dequantization, sampling."""
+
+
+def dry_run(
+    config: PretrainedConfig,
+    *,
+    dtype: torch.dtype,
+    quant: QuantConfig,
+    head_bits: int,
+    device_type: str,
+    context: int,
+    batch: int,
+    modes: tuple[Mode, ...],
+    trust_remote_code: bool = False,
+) -> Needs:
+    """Run a prefill of the whole context and one decode step down each path that `modes` can take.
+
+    Args:
+        config: the text config of the model.
+        device_type: what is planned for, "cpu" or "cuda"; the fake tensors are CPU ones either way.
+        context, batch: tokens per row, rows.
+    """
+    whole = Structure.of(config, dtype, trust_remote_code=trust_remote_code)
+    kinds = whole.kinds()
+    # The shortest run of layers from the front that has one of each kind.
+    count = max(kinds.index(kind) for kind in set(kinds)) + 1
+    short = _first_layers(config, count)
+    transient_bytes, layer_kv_bytes = 0, [0] * count
+    for rule in _paths(modes, count):
+        fake = FakeTensorMode(allow_non_fake_inputs=True)
+        with fake, torch.no_grad():
+            structure = Structure.of(short, dtype, trust_remote_code=trust_remote_code)
+            _assemble_fake(structure, rule, _FakeParts(structure, quant, head_bits, dtype, device_type))
+            cache = SharedCache(short, context)
+            for new_tokens in (max(context - 1, 1), 1):
+                with StorageMeter() as meter:
+                    _step(structure.model, cache, batch, new_tokens, short.vocab_size)
+                held_bytes = storage_bytes(cache_tensors(cache))
+                new_kv_bytes = held_bytes if new_tokens > 1 or context <= 2 else 0
+                transient_bytes = max(transient_bytes, meter.peak_bytes - min(new_kv_bytes, meter.peak_bytes))
+            layer_kv_bytes = [storage_bytes((layer.keys, layer.values)) for layer in cache.layers]
+    return Needs(sum(layer_kv_bytes[kinds.index(kind)] for kind in kinds), transient_bytes)
+
+
+def _paths(modes: tuple[Mode, ...], count: int) -> list[ExitRule]:
+    """The backbone path when any mode takes it, the river path likewise. Signals need real numbers: none is taken."""
+    rules = []
+    if any(mode.kind != "quantized" for mode in modes):
+        rules.append(ExitRule(Mode("backbone"), tau=2.0, min_exit=1, num_layers=count))
+    if any(mode.kind != "backbone" for mode in modes):
+        rules.append(ExitRule(Mode("quantized"), tau=2.0, min_exit=1, num_layers=count))
+    return rules
+
+
+def _first_layers(config: PretrainedConfig, count: int) -> PretrainedConfig:
+    short = copy.deepcopy(config)
+    short.num_hidden_layers = count
+    if getattr(short, "layer_types", None):
+        short.layer_types = short.layer_types[:count]
+    return short
+
+
+def _assemble_fake(structure: Structure, rule: ExitRule, parts: _FakeParts) -> None:
+    layers = tuple(range(structure.num_layers))
+    on_backbone = rule.mode.kind == "backbone"
+    placement = Placement(
+        mode=rule.mode,
+        min_exit=1,
+        resident_layers=layers if on_backbone else (),
+        streamed_layers=(),
+        river_layers=() if on_backbone else layers,
+        slots=0,
+        slot_bytes=0,
+        embed_tier="device",
+        budget_bytes=0,
+    )
+    device = torch.device("cpu")
+    assemble(
+        structure,
+        placement,
+        parts,
+        rule=rule,
+        trace=Trace(structure.num_layers),
+        device=device,
+        slots=Slots(0, [None] * structure.num_layers, device),
+        link=None,
+        streamed_bytes={},
+    )
+
+
+class _FakeParts:
+    """Tensors of the right shapes and nothing in them."""
+
+    def __init__(
+        self, structure: Structure, quant: QuantConfig, head_bits: int, dtype: torch.dtype, device_type: str
+    ) -> None:
+        self._structure = structure
+        self._quant = quant
+        self._head_bits = head_bits
+        self._dtype = dtype
+        self._device_type = device_type
+
+    def outside(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        return torch.empty(shape, dtype=self._dtype)
+
+    def away_embedding(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        return self.outside(name, shape)
+
+    def quantized_head(self, head: nn.Linear) -> nn.Module | None:
+        if self._head_bits == 16:
+            return None
+        spec = head_spec(head, self._head_bits, self._quant.group_size, self._dtype, self._device_type)
+        return RiverLinear.empty(spec, bias=head.bias is not None)
+
+    def norms(self, layer: int) -> Mapping[str, torch.Tensor]:
+        return {name: self.outside(name, shape) for name, shape in self._structure.norm_shapes(layer).items()}
+
+    def linears(self, layer: int, *, resident: bool, river: nn.Module | None) -> Mapping[str, torch.Tensor]:
+        if river is not None:
+            install_empty(
+                river, self._quant.bits, self._quant.group_size, dtype=self._dtype, device_type=self._device_type
+            )
+        if not resident:
+            return {}
+        return {name: self.outside(name, shape) for name, shape in self._structure.weight_shapes(layer).items()}
+
+
+def _step(model: Any, cache: SharedCache, batch: int, new_tokens: int, vocab_size: int) -> None:
+    """One forward pass and what sampling does with its logits."""
+    ids = torch.zeros((batch, new_tokens), dtype=torch.long)
+    mask = None
+    if batch > 1 and new_tokens > 1:  # rows of different length: padding makes transformers build a dense mask
+        mask = torch.ones((batch, 1, new_tokens, new_tokens), dtype=torch.bool)
+    kept = {cache_argument(model): cache}
+    logits = model(ids, use_cache=True, logits_to_keep=1, attention_mask=mask, **kept).logits
+    scores = logits[:, -1].to(copy=True, dtype=torch.float32)
+    probabilities = torch.softmax(scores, dim=-1)
+    torch.cumsum(torch.sort(probabilities, descending=True).values, dim=-1)

@@ -1,0 +1,158 @@
+"""What the methods of a transformers model do on a loaded one: `generate` is accounted for, copies are refused.
+
+Set on the instance; the class stays the one that the checkpoint names.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import time
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.cache_utils import Cache
+
+from river_offload.errors import ContextError, UsageError
+from river_offload.handle import Account, River
+from river_offload.kv.cache import SharedCache, cache_argument, cache_tensors
+from river_offload.memory.storages import StorageMeter, storage_bytes
+
+
+def install_seams(model: PreTrainedModel, river: River) -> None:
+    """Put `river` on the model and replace the methods that must know of it."""
+    model.river = river  # type: ignore[assignment]
+    model.forward = _metered_forward(model, river)  # type: ignore[method-assign]
+    model.generate = _accounted_generate(model, river)  # type: ignore[method-assign, assignment]
+    for name in ("state_dict", "save_pretrained", "push_to_hub", "half", "float", "double", "bfloat16", "cpu", "cuda"):
+        setattr(model, name, _refusal(name))
+    model.to = _move_nowhere(model)  # type: ignore[method-assign]
+
+
+def _metered_forward(model: PreTrainedModel, river: River) -> Any:
+    """The model's forward, with its allocations counted whenever a passage may rise higher than any before.
+
+    Counting costs several microseconds an operator, so a passage is metered only when it has more tokens, or twice the cached
+    ones, than every metered passage before it.
+    """
+    plain = model.forward
+    metered: set[tuple[int, int]] = set()
+
+    @functools.wraps(plain)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        tokens = kwargs.get("input_ids", args[0] if args else kwargs.get("inputs_embeds"))
+        cache = kwargs.get("cache", kwargs.get("past_key_values"))
+        new_tokens = tokens.shape[0] * tokens.shape[1] if isinstance(tokens, torch.Tensor) else 0
+        cached = cache.get_seq_length() if isinstance(cache, Cache) else 0
+        size = (new_tokens, cached.bit_length() if isinstance(cached, int) else int(cached).bit_length())
+        held = river.device_bytes() + (storage_bytes(cache_tensors(cache)) if isinstance(cache, Cache) else 0)
+        if any(size[0] <= seen[0] and size[1] <= seen[1] for seen in metered):
+            river.account.peak_device_bytes = max(river.account.peak_device_bytes, held)
+            return plain(*args, **kwargs)
+        with StorageMeter() as meter:
+            output = plain(*args, **kwargs)
+        metered.add(size)
+        river.account.peak_device_bytes = max(river.account.peak_device_bytes, held + meter.peak_bytes)
+        return output
+
+    return forward
+
+
+def _accounted_generate(model: PreTrainedModel, river: River) -> Any:
+    plain = model.generate
+
+    @functools.wraps(plain)
+    def generate(inputs: torch.Tensor | None = None, generation_config: Any = None, **kwargs: Any) -> Any:
+        prompt = inputs if inputs is not None else kwargs.get("input_ids", kwargs.get("inputs_embeds"))
+        config = generation_config or model.generation_config
+        # Which way a passage goes is decided in Python: transformers must not compile the forward for a static cache.
+        if generation_config is None:
+            kwargs["disable_compile"] = True
+        else:
+            generation_config = copy.deepcopy(generation_config)
+            generation_config.disable_compile = True
+        if isinstance(prompt, torch.Tensor):
+            _check_prompt(prompt)
+            _give_cache(model, river, prompt, config, kwargs)
+        river.account = Account(
+            prompt_tokens=prompt.shape[1] if isinstance(prompt, torch.Tensor) else 0,
+            first_record=len(river.trace.records),
+            load_s=river.account.load_s,
+        )
+        started = time.perf_counter()
+        try:
+            output = plain(inputs, generation_config=generation_config, **kwargs)
+        finally:
+            river.account.seconds = time.perf_counter() - started
+        sequences = output if isinstance(output, torch.Tensor) else output.sequences
+        given = prompt.shape[1] if isinstance(prompt, torch.Tensor) and prompt.ndim == 2 else 0
+        river.account.new_tokens = sequences.shape[1] - given
+        return output
+
+    return generate
+
+
+def _check_prompt(prompt: torch.Tensor) -> None:
+    if prompt.shape[1] == 0:
+        raise UsageError("the prompt is empty: generation needs at least one token to start from")
+
+
+def _give_cache(
+    model: PreTrainedModel, river: River, prompt: torch.Tensor, config: GenerationConfig, kwargs: dict[str, Any]
+) -> None:
+    """Check the call against the planned context, and hand it a cache of the right size unless it brings its own."""
+    name = cache_argument(model)
+    if "past_key_values" in kwargs:
+        kwargs[name] = kwargs.pop("past_key_values")
+    own: Cache | None = kwargs.get(name)
+    rows, prompt_tokens = prompt.shape[0], prompt.shape[1]
+    beams = max(_option("num_beams", config, kwargs) or 1, _option("num_return_sequences", config, kwargs) or 1)
+    rows *= beams
+    context, planned_rows = river.config.context, river.config.batch
+    wanted = _option("max_new_tokens", config, kwargs)
+    if wanted is None:
+        max_length = _option("max_length", config, kwargs)
+        wanted = max((max_length or prompt_tokens + 1) - prompt_tokens, 1)
+    total = prompt_tokens + wanted
+    if total * rows > context * planned_rows:
+        many = f" in each of {rows} rows" if rows > 1 else ""
+        raise ContextError(
+            f"{prompt_tokens} prompt tokens and up to {wanted} new ones{many} do not fit the planned context of {context} tokens"
+            f"{f' in {planned_rows} rows' if planned_rows > 1 else ''}: load with a larger context"
+            f"{' or batch' if rows > 1 else ''}, or ask for fewer new tokens"
+        )
+    limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    if limit is not None and prompt_tokens > limit:
+        raise ContextError(f"the prompt has {prompt_tokens} tokens, the model attends to at most {limit}: shorten it")
+    implementation = _option("cache_implementation", config, kwargs)
+    if own is None and implementation is None and _option("use_cache", config, kwargs) is not False:
+        kwargs[name] = SharedCache(model.config.get_text_config(decoder=True), total)
+
+
+def _option(name: str, config: GenerationConfig, kwargs: dict[str, Any]) -> Any:
+    given = kwargs.get(name)
+    return getattr(config, name, None) if given is None else given
+
+
+def _refusal(name: str) -> Any:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise UsageError(
+            f"{name}() is not possible on a loaded river model: its layers rest on several tiers, in two precisions. "
+            "Use the checkpoint it was loaded from, or load() again with other options"
+        )
+
+    return refuse
+
+
+def _move_nowhere(model: PreTrainedModel) -> Any:
+    """`to` accepts the device and dtype that the model has, which pipelines ask for, and refuses others."""
+
+    def to(*args: Any, **kwargs: Any) -> PreTrainedModel:
+        device, dtype, _, _ = torch._C._nn._parse_to(*args, **kwargs)
+        same_device = device is None or device.type == model.device.type and device.index in (None, model.device.index)
+        if not same_device or dtype not in (None, model.dtype):
+            _refusal("to")()
+        return model
+
+    return to

@@ -1,0 +1,180 @@
+"""The only account of a run: one record per passage. Reports, fitting, simulation and plots read it.
+
+On disk a trace is JSON lines: a header `{"version": 1, "num_layers": L, ...}`, then one object per passage.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from river_offload.errors import UsageError
+
+VERSION = 1
+
+
+@dataclass(slots=True)
+class PassageRecord:
+    """What is known of one forward pass."""
+
+    index: int
+    """Counts the passages of a trace from 0."""
+    new_tokens: int
+    """Tokens a row that this passage processed, padding included."""
+    batch: int
+    cached_tokens: int
+    """Tokens a row in the KV cache before this passage."""
+    path: str
+    """`prefill` or `decode`."""
+    mode: str
+    depth: int
+    """Backbone layers that ran before the exit; the number of layers when it never left."""
+    signals: list[float]
+    """Exit signals in the order in which they were measured, the last of them that of the exit if there was one."""
+    wait_s: float
+    """Seconds the passage stood still for layers that were not there yet."""
+    bytes_streamed: int
+    seconds: float
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values; a signal that is not finite becomes null, since JSON knows no NaN."""
+        return asdict(self) | {"signals": [signal if math.isfinite(signal) else None for signal in self.signals]}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> PassageRecord:
+        """Inverse of `to_dict`. Raises UsageError that names a missing, unknown or wrong field."""
+        names = [item.name for item in fields(cls)]
+        for name in names:
+            if name not in values:
+                raise UsageError(f"{name} is missing")
+        for name, value in values.items():
+            if name not in names:
+                raise UsageError(f"unknown field {name}: expected {', '.join(names)}")
+            _require(name, value)
+        signals = [math.nan if signal is None else float(signal) for signal in values["signals"]]
+        return cls(**{**values, "signals": signals})
+
+
+@dataclass(slots=True)
+class Trace:
+    """The records of a run, oldest first."""
+
+    num_layers: int
+    about: dict[str, Any] = field(default_factory=dict)
+    """Whatever else the header should say (model, tau, budget): JSON values."""
+    records: list[PassageRecord] = field(default_factory=list)
+
+    def append(self, record: PassageRecord) -> None:
+        self.records.append(record)
+
+    def clear(self) -> None:
+        """Forget the records; the header stays."""
+        self.records.clear()
+
+    @property
+    def mean_depth(self) -> float | None:
+        """Mean depth of the decode passages; None before the first of them."""
+        depths = [record.depth for record in self.records if record.path == "decode"]
+        return sum(depths) / len(depths) if depths else None
+
+    def write_jsonl(self, path: str | Path) -> None:
+        """Write the whole trace, or nothing: an older file stays as it was when this fails.
+
+        Raises UsageError when the file cannot be written.
+        """
+        header = {**self.about, "version": VERSION, "num_layers": self.num_layers}
+        lines = [json.dumps(line) for line in (header, *(record.to_dict() for record in self.records))]
+        try:
+            _replace_file(Path(path), "\n".join(lines) + "\n")
+        except OSError as error:
+            raise UsageError(
+                f"trace {path} cannot be written: {error.strerror or error}. Name a file in a directory that exists, "
+                "can be written to and has space"
+            ) from error
+
+    @classmethod
+    def read_jsonl(cls, path: str | Path) -> Trace:
+        """Inverse of `write_jsonl`. Raises UsageError that names the file and the first line that is wrong."""
+        trace: Trace | None = None
+        try:
+            with open(path, "rb") as file:
+                for number, line in enumerate(file, start=1):
+                    try:
+                        if trace is None:
+                            trace = cls._from_header(_parse_object(line))
+                        else:
+                            trace.append(PassageRecord.from_dict(_parse_object(line)))
+                    except UsageError as error:
+                        raise UsageError(f"trace {path}, line {number}: {error}") from error
+        except OSError as error:
+            raise UsageError(f"trace {path} cannot be read: {error.strerror or error}") from error
+        if trace is None:
+            raise UsageError(f"trace {path} is empty: expected a header line")
+        return trace
+
+    @classmethod
+    def _from_header(cls, header: dict[str, Any]) -> Trace:
+        if header.get("version") != VERSION:
+            raise UsageError(f"version is {header.get('version')!r}: this release reads version {VERSION}")
+        _require("num_layers", header.get("num_layers"))
+        about = {name: value for name, value in header.items() if name not in ("version", "num_layers")}
+        return cls(header["num_layers"], about)
+
+
+def _parse_object(line: bytes) -> dict[str, Any]:
+    try:
+        values = json.loads(line)
+    except ValueError as error:  # JSONDecodeError or UnicodeDecodeError
+        raise UsageError(f"not JSON ({error}); the file may have been cut short") from error
+    if not isinstance(values, dict):
+        raise UsageError(f"found {type(values).__name__}, expected a JSON object")
+    return values
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _is_signals(value: object) -> bool:
+    return isinstance(value, list) and all(signal is None or _is_number(signal) for signal in value)
+
+
+def _require(name: str, value: object) -> None:
+    expected, fits = _EXPECTED.get(name, ("a whole number of at least 0", _is_count))
+    if not fits(value):
+        raise UsageError(f"{name} is {value!r}: expected {expected}")
+
+
+_EXPECTED: dict[str, tuple[str, Callable[[object], bool]]] = {
+    "path": ("prefill or decode", lambda value: value in ("prefill", "decode")),
+    "mode": ("the name of a mode", lambda value: isinstance(value, str)),
+    "signals": ("a list of numbers", _is_signals),
+    "wait_s": ("a number of seconds", _is_number),
+    "seconds": ("a number of seconds", _is_number),
+}
+"""What a field of a record holds, where it is no count."""
+
+
+def _replace_file(path: Path, text: str) -> None:
+    """Put `text` at `path` in one step: temporary name beside it, synced, renamed, removed on any failure."""
+    path = path.resolve()  # a link stays a link
+    if path.exists() and not path.is_file():
+        raise OSError(f"{path} is no regular file")  # renaming over /dev/null would replace the device
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with open(temporary, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
