@@ -85,23 +85,29 @@ def assemble(
     for depth in range(structure.num_layers):
         structure.layers[depth] = RiverLayer(depth, backbone.get(depth), river.get(depth), flow)
     _follow_passages(structure, flow)
+    _pack_head_input(structure.model)
     return flow
 
 
 class AwayEmbedding(nn.Module):
     """An input embedding that rests off the device: rows are looked up where they are and sent over.
 
-    The wrapped module is no registered child, so `model.device` stays the device of everything else.
+    The table may be in the checkpoint's dtype; only the rows in use are converted. The wrapped module, which may scale
+    them, is no registered child, so `model.device` stays the device of everything else.
     """
 
-    def __init__(self, embedding: nn.Module, device: torch.device) -> None:
+    def __init__(self, embedding: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__()
         self._held = (embedding,)
         self._device = device
+        self._dtype = dtype
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         """input_ids [batch, tokens] on any device -> states [batch, tokens, hidden] on the compute device."""
-        states: torch.Tensor = self._held[0](input_ids.cpu())
+        embedding = self._held[0]
+        used, places = input_ids.cpu().unique(return_inverse=True)
+        rows = {"weight": embedding.weight[used].to(self._dtype)}
+        states: torch.Tensor = torch.func.functional_call(embedding, rows, (places,))
         return states.to(self._device, non_blocking=True)
 
     @property
@@ -114,6 +120,7 @@ class AwayEmbedding(nn.Module):
 def _place_outside(structure: Structure, placement: Placement, parts: Parts, device: torch.device) -> None:
     """Embedding, final norm, head and buffers. A tied name gets the very parameter it is tied to."""
     model, away = structure.model, placement.embed_tier != "device"
+    dtype = model.dtype  # before an embedding that rests in the checkpoint's dtype answers for the model
     quantized_head = parts.quantized_head(structure.head)
     for name, shape in structure.outside().items():
         if name in structure.tied or (quantized_head is not None and name == structure.head_name):
@@ -131,7 +138,8 @@ def _place_outside(structure: Structure, placement: Placement, parts: Parts, dev
         if not inside_layers and not (away and module is embedding):
             _move_buffers(module, device, recurse=False)
     if away:
-        model.set_input_embeddings(AwayEmbedding(embedding, device))
+        embedding.padding_idx = None  # means nothing without training, and counts rows of the whole table
+        model.set_input_embeddings(AwayEmbedding(embedding, device, dtype))
     if quantized_head is not None:
         model.set_output_embeddings(quantized_head)
 
@@ -179,6 +187,19 @@ def _follow_passages(structure: Structure, flow: Flow) -> None:
 
     structure.decoder.register_forward_pre_hook(opened, with_kwargs=True)
     structure.decoder.register_forward_hook(closed, always_call=True)
+
+
+def _pack_head_input(model: nn.Module) -> None:
+    """Give the head states with ordinary strides.
+
+    Transformers hands it the last position as a slice. For that, oneDNN copies the whole bfloat16 weight into another
+    order first: a gibibyte of hidden working memory for the head of an 8B model.
+    """
+
+    def pack(_: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        return (args[0].clone(memory_format=torch.contiguous_format), *args[1:])
+
+    model.get_output_embeddings().register_forward_pre_hook(pack)  # type: ignore[operator]
 
 
 def _describe(args: Sequence[object], kwargs: Mapping[str, object]) -> dict[str, object]:

@@ -21,7 +21,7 @@ from river_offload.checkpoint.source import resolve
 from river_offload.config import QuantConfig, RiverConfig, default_cache_dir, format_size
 from river_offload.errors import BudgetError, CheckpointError, UsageError
 from river_offload.handle import River, check_mode, device_tensors
-from river_offload.memory.probes import free_device_bytes
+from river_offload.memory.probes import free_device_bytes, return_freed_memory
 from river_offload.memory.storages import storage_bytes
 from river_offload.parts import CheckpointParts
 from river_offload.planning.dry_run import dry_run
@@ -121,6 +121,7 @@ def load_config(config: RiverConfig, progress: Progress | None = None) -> PreTra
     except BaseException:
         plan.checkpoint.close()
         raise
+    return_freed_memory()  # what quantization and reading used
     model.river.account.load_s = time.perf_counter() - started
     return model
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass, field
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from policies.exit import ExitRule
 from river_offload.store.store import Store
@@ -23,7 +25,8 @@ def exit_signal(entering: torch.Tensor, leaving: torch.Tensor, real: torch.Tenso
         real: bool [batch, tokens], False at padding; None when every token counts.
 
     Returns:
-        The signal in [-1, 1]. Reading it waits for the device: the exit is decided on the host.
+        The signal in [-1, 1]. Reading it waits for the device: the exit is decided on the host. Fake tensors have
+        none, they only show what it costs: the answer is NaN.
     """
     least = torch.full((), torch.inf, dtype=torch.float32, device=leaving.device)
     for start in range(0, leaving.shape[1], SIGNAL_CHUNK_TOKENS):
@@ -32,7 +35,7 @@ def exit_signal(entering: torch.Tensor, leaving: torch.Tensor, real: torch.Tenso
         if real is not None:
             cosine = cosine.masked_fill(~real[:, chunk], torch.inf)
         least = torch.minimum(least, cosine.min())
-    return least.item()
+    return math.nan if isinstance(least, FakeTensor) else least.item()
 
 
 @dataclass

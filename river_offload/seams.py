@@ -19,6 +19,9 @@ from river_offload.handle import Account, River
 from river_offload.kv.cache import SharedCache, cache_argument, cache_tensors
 from river_offload.memory.storages import StorageMeter, storage_bytes
 
+_DEFAULT_NEW_TOKENS = 20
+"""What transformers generates when nobody says how much."""
+
 
 def install_seams(model: PreTrainedModel, river: River) -> None:
     """Put `river` on the model and replace the methods that must know of it."""
@@ -31,29 +34,33 @@ def install_seams(model: PreTrainedModel, river: River) -> None:
 
 
 def _metered_forward(model: PreTrainedModel, river: River) -> Any:
-    """The model's forward, with its allocations counted whenever a passage may rise higher than any before.
+    """The model's forward, its allocations counted whenever a passage may rise higher than those before it.
 
-    Counting costs several microseconds an operator, so a passage is metered only when it has more tokens, or twice the cached
-    ones, than every metered passage before it.
+    Counting costs microseconds for every operator. So a passage is metered only if it has more tokens than every metered
+    one, or more than twice as many cached ones; else the figure of the smallest metered passage that covers it is taken.
     """
     plain = model.forward
-    metered: set[tuple[int, int]] = set()
+    held_bytes = river.device_bytes()
+    risen_bytes: dict[tuple[int, int], int] = {}
 
     @functools.wraps(plain)
     def forward(*args: Any, **kwargs: Any) -> Any:
         tokens = kwargs.get("input_ids", args[0] if args else kwargs.get("inputs_embeds"))
         cache = kwargs.get("cache", kwargs.get("past_key_values"))
         new_tokens = tokens.shape[0] * tokens.shape[1] if isinstance(tokens, torch.Tensor) else 0
-        cached = cache.get_seq_length() if isinstance(cache, Cache) else 0
-        size = (new_tokens, cached.bit_length() if isinstance(cached, int) else int(cached).bit_length())
-        held = river.device_bytes() + (storage_bytes(cache_tensors(cache)) if isinstance(cache, Cache) else 0)
-        if any(size[0] <= seen[0] and size[1] <= seen[1] for seen in metered):
-            river.account.peak_device_bytes = max(river.account.peak_device_bytes, held)
-            return plain(*args, **kwargs)
-        with StorageMeter() as meter:
+        cached_bytes = storage_bytes(cache_tensors(cache)) if isinstance(cache, Cache) else 0
+        cached = int(cache.get_seq_length()) if isinstance(cache, Cache) else 0
+        size = (new_tokens, cached.bit_length())
+        covered = [rise for seen, rise in risen_bytes.items() if size[0] <= seen[0] and size[1] <= seen[1]]
+        if covered:
+            rise_bytes = min(covered)
             output = plain(*args, **kwargs)
-        metered.add(size)
-        river.account.peak_device_bytes = max(river.account.peak_device_bytes, held + meter.peak_bytes)
+        else:
+            with StorageMeter() as meter:
+                output = plain(*args, **kwargs)
+            rise_bytes = risen_bytes[size] = meter.peak_bytes
+        peak_bytes = held_bytes + cached_bytes + rise_bytes
+        river.account.peak_device_bytes = max(river.account.peak_device_bytes, peak_bytes)
         return output
 
     return forward
@@ -65,7 +72,7 @@ def _accounted_generate(model: PreTrainedModel, river: River) -> Any:
     @functools.wraps(plain)
     def generate(inputs: torch.Tensor | None = None, generation_config: Any = None, **kwargs: Any) -> Any:
         prompt = inputs if inputs is not None else kwargs.get("input_ids", kwargs.get("inputs_embeds"))
-        config = generation_config or model.generation_config
+        config = _with_defaults(generation_config, model.generation_config)
         # Which way a passage goes is decided in Python: transformers must not compile the forward for a static cache.
         if generation_config is None:
             kwargs["disable_compile"] = True
@@ -113,7 +120,7 @@ def _give_cache(
     wanted = _option("max_new_tokens", config, kwargs)
     if wanted is None:
         max_length = _option("max_length", config, kwargs)
-        wanted = max((max_length or prompt_tokens + 1) - prompt_tokens, 1)
+        wanted = _DEFAULT_NEW_TOKENS if max_length is None else max(max_length - prompt_tokens, 1)
     total = prompt_tokens + wanted
     if total * rows > context * planned_rows:
         many = f" in each of {rows} rows" if rows > 1 else ""
@@ -128,6 +135,13 @@ def _give_cache(
     implementation = _option("cache_implementation", config, kwargs)
     if own is None and implementation is None and _option("use_cache", config, kwargs) is not False:
         kwargs[name] = SharedCache(model.config.get_text_config(decoder=True), total)
+
+
+def _with_defaults(given: GenerationConfig | None, defaults: GenerationConfig) -> GenerationConfig:
+    """What transformers makes of a generation config: fields that were not set are the model's own."""
+    merged = GenerationConfig() if given is None else copy.deepcopy(given)
+    merged.update(**defaults.to_dict(), defaults_only=True)
+    return merged
 
 
 def _option(name: str, config: GenerationConfig, kwargs: dict[str, Any]) -> Any:

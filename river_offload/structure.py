@@ -44,9 +44,13 @@ class Structure:
         Raises UnsupportedError for anything but a dense decoder-only model.
         """
         _refuse_by_config(config)
-        with init_empty_weights(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch warns about initializing tensors on meta
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
+        try:
+            with init_empty_weights(), warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # torch warns about initializing tensors on meta
+                model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
+        except ValueError as error:
+            reason, _, _ = str(error).partition("\n")  # transformers goes on with all the models it knows
+            raise UnsupportedError(f"no language model can be made of model type {config.model_type!r}: {reason}") from error
         model.eval()
         model.tie_weights()
         decoder = model.get_decoder()

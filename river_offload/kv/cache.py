@@ -64,9 +64,14 @@ class SharedLayer(DynamicLayer):
         return self.keys, self.values
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Give back the last `abs(tokens_to_remove)` tokens (transformers passes a negative count)."""
+        """Give back the last tokens: a negative count, as transformers passes it.
+
+        Raises ValueError for a positive one, which once was the length to keep.
+        """
+        if tokens_to_remove > 0:
+            raise ValueError(f"crop takes a negative count of tokens to remove, not {tokens_to_remove}")
         if self.is_initialized and tokens_to_remove:
-            self._show(max(self.get_seq_length() - abs(tokens_to_remove), 0))
+            self._show(max(self.get_seq_length() + tokens_to_remove, 0))
 
     def reset(self) -> None:
         """Forget every token, keep the memory."""
@@ -105,8 +110,24 @@ class SharedLayer(DynamicLayer):
         self.values = self._value_buffer[:, :, :length]
 
 
+class WindowLayer(DynamicSlidingWindowLayer):
+    """Keys and values of the last `sliding_window - 1` tokens of one depth.
+
+    Transformers' own layer keeps them as a view of all states of a prompt, and with that all their memory.
+    """
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Append the states of new tokens; returns those of every token that one of them may see."""
+        seen = super().update(key_states, value_states, *args, **kwargs)
+        if key_states.shape[-2] > 1:
+            self.keys, self.values = self.keys.clone(), self.values.clone()
+        return seen
+
+
 class SharedCache(Cache):
-    """The KV cache of a loaded model; sliding-window layers keep transformers' own bounded kind.
+    """The KV cache of a loaded model: `SharedLayer`, and `WindowLayer` where attention slides.
 
     Args:
         config: the text config of the model.
@@ -122,7 +143,7 @@ class SharedCache(Cache):
             if type(layer) is DynamicLayer:
                 layers.append(SharedLayer(capacity))
             elif type(layer) is DynamicSlidingWindowLayer:
-                layers.append(layer)
+                layers.append(WindowLayer(layer.sliding_window))
             else:
                 raise UnsupportedError(
                     f"layer {index} of this model caches {type(layer).__name__}: expected full or sliding-window "

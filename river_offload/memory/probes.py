@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import sys
 from pathlib import Path
 
 import psutil
@@ -49,6 +51,12 @@ def anonymous_bytes() -> int:
             if line.startswith("RssAnon:"):
                 return int(line.split()[1]) * 1024
     return int(psutil.Process(os.getpid()).memory_info().rss)
+
+
+def return_freed_memory() -> None:
+    """Ask the C library to hand freed heap pages back to the system; glibc keeps them otherwise (Linux only)."""
+    if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
+        libc.malloc_trim(0)
 
 
 def _memory_groups(root: Path, membership: Path) -> list[tuple[Path, str, str]]:

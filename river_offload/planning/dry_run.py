@@ -29,6 +29,10 @@ from river_offload.structure import Structure
 from river_offload.trace import Trace
 
 
+_COUNTERS_PER_ROW = 16
+"""64-bit numbers that generate keeps for each row beside its attention mask: is it finished, where is it."""
+
+
 @dataclass(frozen=True)
 class Needs:
     """Device bytes a running model needs beside its weights."""
@@ -60,8 +64,10 @@ def dry_run(
     """
     whole = Structure.of(config, dtype, trust_remote_code=trust_remote_code)
     kinds = whole.kinds()
-    # The shortest run of layers from the front that has one of each kind.
-    count = max(kinds.index(kind) for kind in set(kinds)) + 1
+    # The shortest run of layers from the front that has one of each kind. Layer 0 does not count where another is of its
+    # kind: what enters it are the embedded tokens, which the model holds on to, so any later layer rises higher.
+    firsts = {kind: kinds.index(kind, 1) if kind in kinds[1:] else 0 for kind in kinds}
+    count = max(firsts.values()) + 1
     short = _first_layers(config, count)
     transient_bytes, layer_kv_bytes = 0, [0] * count
     for rule in _paths(modes, count):
@@ -81,10 +87,11 @@ def dry_run(
 
 
 def _paths(modes: tuple[Mode, ...], count: int) -> list[ExitRule]:
-    """The backbone path when any mode takes it, the river path likewise. Signals need real numbers: none is taken."""
+    """The backbone path when any mode takes it, with signals if one of them looks at them; the river path likewise."""
     rules = []
     if any(mode.kind != "quantized" for mode in modes):
-        rules.append(ExitRule(Mode("backbone"), tau=2.0, min_exit=1, num_layers=count))
+        backbone = Mode("exit" if any(mode.kind == "exit" for mode in modes) else "backbone")
+        rules.append(ExitRule(backbone, tau=2.0, min_exit=1, num_layers=count))
     if any(mode.kind != "backbone" for mode in modes):
         rules.append(ExitRule(Mode("quantized"), tau=2.0, min_exit=1, num_layers=count))
     return rules
@@ -100,7 +107,7 @@ def _first_layers(config: PretrainedConfig, count: int) -> PretrainedConfig:
 
 def _assemble_fake(structure: Structure, rule: ExitRule, parts: _FakeParts) -> None:
     layers = tuple(range(structure.num_layers))
-    on_backbone = rule.mode.kind == "backbone"
+    on_backbone = rule.mode.kind != "quantized"
     placement = Placement(
         mode=rule.mode,
         min_exit=1,
@@ -164,8 +171,9 @@ class _FakeParts:
 
 
 def _step(model: Any, cache: SharedCache, batch: int, new_tokens: int, vocab_size: int) -> None:
-    """One forward pass and what sampling does with its logits."""
+    """One forward pass, with the tensors that generate holds on to, and what sampling does with its logits."""
     ids = torch.zeros((batch, new_tokens), dtype=torch.long)
+    kept_by_generate = torch.ones((batch, new_tokens + _COUNTERS_PER_ROW), dtype=torch.long)
     mask = None
     if batch > 1 and new_tokens > 1:  # rows of different length: padding makes transformers build a dense mask
         mask = torch.ones((batch, 1, new_tokens, new_tokens), dtype=torch.bool)
@@ -174,3 +182,4 @@ def _step(model: Any, cache: SharedCache, batch: int, new_tokens: int, vocab_siz
     scores = logits[:, -1].to(copy=True, dtype=torch.float32)
     probabilities = torch.softmax(scores, dim=-1)
     torch.cumsum(torch.sort(probabilities, descending=True).values, dim=-1)
+    del kept_by_generate

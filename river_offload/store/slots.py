@@ -46,3 +46,8 @@ class Slots:
     def poison(self, slot: int) -> None:
         """All bits set: NaN in every floating dtype."""
         self.buffers[slot].fill_(0xFF)
+
+    def clear(self) -> None:
+        """Give the memory back: the buffers, and the parameters that view them."""
+        self.buffers.clear()
+        self._parameters.clear()

@@ -60,7 +60,9 @@ class Store:
             raise RiverError(f"backbone layer {depth} was asked for after close(): load the model again")
         started = time.perf_counter()
         slot = self._slot_of(depth)
+        self._holds[slot] = None  # a fetch that fails while it is waited for leaves garbage, too
         self._link.wait(slot)
+        self._holds[slot] = depth
         self.wait_s += time.perf_counter() - started
         self._in_use.add(slot)
         _bind(layer, self._slots.parameters(depth, slot))
@@ -84,7 +86,7 @@ class Store:
         self.closed = True
         if self._link is not None:
             self._link.close()
-        self._slots.buffers.clear()
+        self._slots.clear()
         self._holds.clear()
 
     def _slot_of(self, depth: int) -> int:

@@ -1,0 +1,271 @@
+"""The options of all commands, each written once, and the checks that need nothing but the options.
+
+A group is a dataclass whose fields carry their `typer.Option`; `with_options` gives a command the options of its
+groups and hands it one object per group. None means "not given", so that an option that cannot take effect can be
+refused, and so that defaults stay where they belong: in `RiverConfig`.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Annotated, Any, get_type_hints
+
+import typer
+
+from policies.types import Mode
+from river_offload.config import QuantConfig, RiverConfig
+from river_offload.errors import UsageError
+
+GENERATE_NEW_TOKENS = 256
+CHAT_NEW_TOKENS = 1024
+"""What --max-new-tokens is when it is not given, or less where the context leaves less room."""
+_NEW_TOKENS = f"{GENERATE_NEW_TOKENS}, chat {CHAT_NEW_TOKENS}"
+
+_MODEL = typer.Argument(
+    metavar="MODEL", help="A directory of safetensors, a .gguf file, a hub id (org/name), or demo.", show_default=False
+)
+
+
+def _option(name: str, metavar: str, panel: str, help: str, default: object = None) -> Any:
+    shown = help if default is None else f"{help} [dim]Default: {default}.[/dim]"
+    return typer.Option(name, help=shown, metavar=metavar, rich_help_panel=panel, show_default=False)
+
+
+def _flag(*names: str, panel: str, help: str) -> Any:
+    # An empty metavar would be replaced by the type's name; a space is what a flag takes.
+    return typer.Option(*names, help=help, metavar=" ", rich_help_panel=panel, show_default=False)
+
+
+@dataclass(frozen=True)
+class PromptOptions:
+    """What the model is asked."""
+
+    prompt: Annotated[str | None, _option("--prompt", "TEXT", "Prompt", "The prompt.")] = None
+    prompt_file: Annotated[
+        str | None,
+        _option("--prompt-file", "FILE", "Prompt", "Read the prompt from a UTF-8 file; - is standard input."),
+    ] = None
+    system: Annotated[str | None, _option("--system", "TEXT", "Prompt", "A system message for the chat template.")] = (
+        None
+    )
+    raw: Annotated[bool, _flag("--raw", panel="Prompt", help="Continue plain text: no chat template.")] = False
+
+    def check(self) -> None:
+        """Raises UsageError for options that exclude each other."""
+        if self.prompt is not None and self.prompt_file is not None:
+            raise UsageError("--prompt and --prompt-file are both given: keep one")
+        if self.system is not None and self.raw:
+            raise UsageError("--system needs the chat template that --raw leaves out: drop one of them")
+        for name, text in (("--prompt", self.prompt), ("--system", self.system)):
+            if text is not None:
+                _require_utf8(name, text)
+
+    def read(self) -> str | None:
+        """The prompt, or None when none was given. Raises UsageError for an unreadable file or an empty prompt."""
+        text = self.prompt
+        if self.prompt_file is not None:
+            text = _read_prompt_file(self.prompt_file)
+            if not self.raw:
+                text = text.removesuffix("\n")  # editors end a file with one; plain text is kept to the letter
+        if text is not None and (not text if self.raw else not text.strip()):
+            source = "--prompt" if self.prompt_file is None else f"--prompt-file {self.prompt_file}"
+            raise UsageError(f"{source} is empty: the model needs at least one token to start from")
+        return text
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """What `river_offload.load` is asked."""
+
+    mode: Annotated[
+        str | None,
+        _option("--mode", "MODE", "River", "exit, backbone, quantized or fixed:D.", RiverConfig.mode),
+    ] = None
+    tau: Annotated[
+        float | None,
+        _option("--tau", "T", "River", "Leave the backbone when the exit signal passes this.", RiverConfig.tau),
+    ] = None
+    min_exit: Annotated[
+        int | None,
+        _option("--min-exit", "N", "River", "Backbone layers before the first exit.", RiverConfig.min_exit),
+    ] = None
+    bits: Annotated[
+        int | None, _option("--bits", "N", "River", "Bits of a river weight: 2, 3, 4 or 8.", QuantConfig.bits)
+    ] = None
+    group_size: Annotated[
+        int | None,
+        _option("--group-size", "N", "River", "Weights that share a scale: 32, 64 or 128.", QuantConfig.group_size),
+    ] = None
+    head_bits: Annotated[
+        int | None,
+        _option("--head-bits", "N", "River", "Bits of an untied LM head: 16, 8 or 4.", RiverConfig.head_bits),
+    ] = None
+    budget: Annotated[
+        str | None,
+        _option("--budget", "SIZE", "Memory", "Device memory to stay within: 8GiB, 600MiB.", "what is free"),
+    ] = None
+    context: Annotated[
+        int | None,
+        _option("--context", "N", "Memory", "Tokens to plan for, prompt and new.", RiverConfig.context),
+    ] = None
+    slots: Annotated[
+        int | None,
+        _option("--slots", "N", "Memory", "Buffers that streamed layers pass through.", RiverConfig.slots),
+    ] = None
+    device: Annotated[
+        str | None, _option("--device", "D", "Memory", "auto, cpu, cuda or cuda:N.", RiverConfig.device)
+    ] = None
+    dtype: Annotated[
+        str | None,
+        _option("--dtype", "D", "Memory", "auto, float32, bfloat16 or float16.", RiverConfig.dtype),
+    ] = None
+    trust_remote_code: Annotated[
+        bool,
+        _flag("--trust-remote-code", panel="Memory", help="Run code that the checkpoint brings along."),
+    ] = False
+
+    def check(self) -> None:
+        """Raises UsageError for a value that `load` would refuse and for an option that cannot take effect."""
+        mode = self.parsed_mode()
+        for name, value in (("--tau", self.tau), ("--min-exit", self.min_exit)):
+            if value is not None and mode.kind != "exit":
+                raise UsageError(f"{name} has no effect in mode {mode}: leave it out or use --mode exit")
+        for name, value in (("--bits", self.bits), ("--group-size", self.group_size)):
+            if value is not None and mode.kind == "backbone":
+                raise UsageError(f"{name} has no effect in mode backbone, which has no river: leave it out")
+        RiverConfig.from_options(model="demo", **self.load_arguments())
+
+    def parsed_mode(self) -> Mode:
+        """The mode given or the default one. Raises UsageError."""
+        try:
+            return Mode.parse(RiverConfig.mode if self.mode is None else self.mode)
+        except ValueError as error:
+            raise UsageError(f"--mode: {error}") from error
+
+    def load_arguments(self) -> dict[str, Any]:
+        """Keyword arguments for `river_offload.load`: what was given, nothing else. Raises UsageError."""
+        quant = {name: getattr(self, name) for name in ("bits", "group_size") if getattr(self, name) is not None}
+        names = ("mode", "tau", "min_exit", "head_bits", "budget", "context", "slots", "device", "dtype")
+        given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        if quant:
+            given["quant"] = QuantConfig(**quant)
+        if self.trust_remote_code:
+            given["trust_remote_code"] = True
+        return given
+
+
+@dataclass(frozen=True)
+class SamplingOptions:
+    """How tokens are chosen and how many."""
+
+    max_new_tokens: Annotated[
+        int | None, _option("--max-new-tokens", "N", "Sampling", "Tokens to write at most.", _NEW_TOKENS)
+    ] = None
+    temperature: Annotated[
+        float | None, _option("--temperature", "T", "Sampling", "0 takes the likeliest token.", 0)
+    ] = None
+    top_p: Annotated[float | None, _option("--top-p", "P", "Sampling", "Sample from this share of probability.")] = None
+    top_k: Annotated[int | None, _option("--top-k", "K", "Sampling", "Sample from the K likeliest tokens.")] = None
+    seed: Annotated[int | None, _option("--seed", "S", "Sampling", "Make sampling repeatable.")] = None
+
+    @property
+    def greedy(self) -> bool:
+        return not self.temperature
+
+    def check(self, context: int | None) -> None:
+        """Raises UsageError for a value out of range and for an option that cannot take effect."""
+        for name, value in (("--top-p", self.top_p), ("--top-k", self.top_k), ("--seed", self.seed)):
+            if value is not None and self.greedy:
+                raise UsageError(f"{name} has no effect without sampling: give --temperature above 0 or leave it out")
+        if self.temperature is not None and not 0 <= self.temperature < math.inf:
+            raise UsageError(f"--temperature is {self.temperature}: expected 0 (greedy) or more")
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise UsageError(f"--top-p is {self.top_p}: expected more than 0 and at most 1")
+        if self.top_k is not None and self.top_k < 1:
+            raise UsageError(f"--top-k is {self.top_k}: expected a whole number of at least 1")
+        if self.seed is not None and not 0 <= self.seed < 2**63:
+            raise UsageError(f"--seed is {self.seed}: expected a whole number from 0 to 2^63 - 1")
+        if self.max_new_tokens is not None:
+            planned = RiverConfig.context if context is None else context
+            if self.max_new_tokens < 1:
+                raise UsageError(f"--max-new-tokens is {self.max_new_tokens}: expected a whole number of at least 1")
+            if self.max_new_tokens >= planned:
+                raise UsageError(
+                    f"--max-new-tokens {self.max_new_tokens} and a prompt do not fit a context of {planned} tokens: "
+                    "raise --context or ask for fewer"
+                )
+
+
+@dataclass(frozen=True)
+class ShowOptions:
+    """What is shown."""
+
+    as_json: Annotated[bool, _flag("--json", panel="Output", help="Print one JSON object instead of text.")] = False
+    quiet: Annotated[bool, _flag("--quiet", "-q", panel="Output", help="Nothing on stderr but errors.")] = False
+
+
+@dataclass(frozen=True)
+class OutputOptions(ShowOptions):
+    """What is shown and kept besides the text."""
+
+    trace: Annotated[
+        str | None,
+        _option("--trace", "FILE", "Output", "Write one JSON line per forward pass to a file."),
+    ] = None
+
+    def check(self) -> None:
+        """Raises UsageError when the trace could not be written later, after minutes of work."""
+        if self.trace is not None:
+            path = Path(self.trace)
+            if path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
+                raise UsageError(f"--trace {path} cannot be written: expected a file name in a writable directory")
+
+
+def with_options(*groups: type[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Make `command(model, group, group, ...)` a typer command that has MODEL and every option of `groups`."""
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(command)
+        def wrapper(model: str, **values: Any) -> None:
+            command(model, *(group(**{item.name: values[item.name] for item in fields(group)}) for group in groups))
+
+        keyword = inspect.Parameter.KEYWORD_ONLY
+        parameters = [inspect.Parameter("model", keyword, annotation=Annotated[str, _MODEL])]
+        for group in groups:
+            hints = get_type_hints(group, include_extras=True)
+            for item in fields(group):
+                parameters.append(
+                    inspect.Parameter(item.name, keyword, default=item.default, annotation=hints[item.name])
+                )
+        wrapper.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        # typer also resolves annotations by name; those of the command itself are not its options.
+        wrapper.__annotations__ = {}
+        return wrapper
+
+    return decorate
+
+
+def _read_prompt_file(name: str) -> str:
+    try:
+        if name == "-":
+            return sys.stdin.buffer.read().decode("utf-8")
+        return Path(name).read_bytes().decode("utf-8")
+    except OSError as error:
+        raise UsageError(f"--prompt-file {name} cannot be read: {error.strerror or error}") from error
+    except UnicodeDecodeError as error:
+        raise UsageError(f"--prompt-file {name} is not UTF-8 text ({error.reason} at byte {error.start})") from error
+
+
+def _require_utf8(name: str, text: str) -> None:
+    # Bytes that are not UTF-8 reach Python's arguments as lone surrogates, which no tokenizer accepts.
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise UsageError(f"{name} is not UTF-8 text (at character {error.start})") from error

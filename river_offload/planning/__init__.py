@@ -1,0 +1,1 @@
+"""What a run will take before it is started: dry run, plan, built-in model shapes."""

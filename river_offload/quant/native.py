@@ -1,0 +1,122 @@
+"""Builds `native.c` with the system's C compiler on first use and loads it.
+
+The library is kept in the cache directory, named after source, flags, compiler and processor, so that a home directory
+shared between machines never runs code for another one. It is linked to the OpenMP runtime that torch has loaded: a
+second runtime would fight with the first for the cores. Without a compiler the caller goes on without this.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Mapping
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+_SOURCE = Path(__file__).with_name("native.c")
+# Not -ffast-math: linked into a library it makes the whole process flush denormals to zero.
+_FLAGS = ["-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros", "-fassociative-math"]
+_LINK = ["-fopenmp", "-shared", "-fPIC", "-Wl,--as-needed"]
+_DTYPES = {torch.float32: 0, torch.bfloat16: 1}
+_BUILD_LIMIT_S = 120
+
+
+class Unavailable(Exception):
+    """The library cannot be had here; the message is the reason, for the report."""
+
+
+class Library:
+    """The functions of `native.c`. They let other Python threads run meanwhile."""
+
+    def __init__(self, path: Path) -> None:
+        library = ctypes.CDLL(str(path))
+        pointer, integer = ctypes.c_void_p, ctypes.c_int64
+        self._linear = library.river_linear
+        self._linear.argtypes, self._linear.restype = [pointer] * 5 + [integer] * 6, None
+        self._dequantize = library.river_dequantize
+        self._dequantize.argtypes, self._dequantize.restype = [pointer] * 4 + [integer] * 5, None
+        library.river_takes_bf16.argtypes, library.river_takes_bf16.restype = [integer], integer
+        self._takes_bf16 = {bits: bool(library.river_takes_bf16(bits)) for bits in (2, 3, 4, 8)}
+
+    def takes_bf16(self, bits: int) -> bool:
+        """Whether this processor multiplies bfloat16 pairs, and `linear` takes bfloat16 at this width."""
+        return self._takes_bf16[bits]
+
+    def linear(self, x: Tensor, parts: Mapping[str, Tensor], y: Tensor, bits: int) -> None:
+        """y = x W^T: x [M, K] and y [M, N] contiguous, float32, or bfloat16 where `takes_bf16`. For few rows."""
+        packed, scale, offset = parts["packed"], parts["scale"], parts["offset"]
+        pointers = (x.data_ptr(), packed.data_ptr(), scale.data_ptr(), offset.data_ptr(), y.data_ptr())
+        (rows, columns), group = x.shape, x.shape[1] // scale.shape[1]
+        self._linear(*pointers, rows, packed.shape[0], columns, bits, group, _DTYPES[x.dtype])
+
+    def dequantize(self, parts: Mapping[str, Tensor], start: int, out: Tensor, bits: int) -> None:
+        """Rows from `start` on of W into all of `out`, contiguous [n, K], float32 or bfloat16."""
+        packed, scale, offset = (parts[name][start:] for name in ("packed", "scale", "offset"))
+        rows, columns = out.shape
+        pointers = (packed.data_ptr(), scale.data_ptr(), offset.data_ptr(), out.data_ptr())
+        self._dequantize(*pointers, rows, columns, bits, columns // scale.shape[1], _DTYPES[out.dtype])
+
+
+@lru_cache
+def load(cache_dir: Path) -> Library | Unavailable:
+    """The library, built into `cache_dir`/native when it is not there yet (about a second)."""
+    try:
+        return Library(_built(cache_dir / "native"))
+    except Unavailable as reason:
+        return reason
+    except OSError as error:
+        return Unavailable(f"the native library cannot be built or loaded: {error}")
+
+
+def _built(directory: Path) -> Path:
+    compiler = shutil.which("gcc") or shutil.which("cc")
+    if compiler is None:
+        raise Unavailable("no C compiler (gcc or cc) was found")
+    command = [compiler, *_FLAGS, *_LINK]
+    openmp = _openmp_of_torch()
+    version = subprocess.run([compiler, "--version"], capture_output=True, timeout=_BUILD_LIMIT_S, check=False).stdout
+    identity = repr((command, openmp, version, _processor())).encode() + _SOURCE.read_bytes()
+    path = directory / f"river-{hashlib.sha256(identity).hexdigest()[:16]}.so"
+    if path.exists():
+        return path
+    directory.mkdir(parents=True, exist_ok=True)
+    handle, building = tempfile.mkstemp(dir=directory, suffix=".so")
+    os.close(handle)
+    try:
+        command += [str(_SOURCE), "-o", building, openmp]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_BUILD_LIMIT_S, check=False)
+        if done.returncode:
+            raise Unavailable(f"{compiler} failed: {done.stderr.strip().splitlines()[-1:]}")
+        with open(building, "rb") as file:
+            os.fsync(file.fileno())
+        os.replace(building, path)
+    except subprocess.TimeoutExpired as error:
+        raise Unavailable(f"{compiler} took longer than {_BUILD_LIMIT_S} s") from error
+    finally:
+        Path(building).unlink(missing_ok=True)
+    return path
+
+
+def _openmp_of_torch() -> str:
+    maps = Path("/proc/self/maps")
+    if maps.exists():
+        for line in maps.read_text().splitlines():
+            if "libgomp" in line:
+                return line.split(maxsplit=5)[5]
+    raise Unavailable("torch has loaded no libgomp whose threads could be shared")
+
+
+def _processor() -> str:
+    """What -march=native depends on."""
+    cpuinfo = Path("/proc/cpuinfo")
+    features = ("flags", "Features", "model name", "CPU part")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    return platform.machine() + "".join(sorted({line for line in lines if line.startswith(features)}))

@@ -1,0 +1,289 @@
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from river_offload.cli.app import app
+from river_offload.errors import BudgetError, CheckpointError
+
+FIELDS = [
+    "text", "prompt_tokens", "new_tokens", "mode", "tau", "num_layers", "mean_depth", "depths", "prefill_depth",
+    "seconds", "tokens_per_s", "bytes_streamed", "peak_device_bytes", "budget_bytes", "placement", "kernel",
+]  # fmt: skip
+
+
+def test_text_on_stdout_and_the_account_on_stderr(stub, runner):
+    done = runner.invoke(app, ["generate", "demo", "--prompt", "Why?"])
+    assert done.exit_code == 0, done.output
+    assert done.stdout == "Blue light scatters.\n"
+    assert done.stderr.splitlines() == [
+        "21 tokens · 23.1 tok/s · mean depth 4.2 of 30 · 3.00 GiB streamed · peak 190.0 MiB of 200.0 MiB"
+    ]
+    assert stub.model.prompts == ["<|user|>Why?<|end|><|assistant|>"]
+    assert stub.model.closed == 1
+
+
+def test_json_is_one_object_with_the_promised_fields(stub, runner):
+    done = runner.invoke(app, ["generate", "demo", "--prompt", "Why?", "--json"])
+    assert done.exit_code == 0, done.output
+    answer = json.loads(done.stdout)
+    assert list(answer) == FIELDS
+    assert answer["text"] == "Blue light scatters."
+    assert answer["seconds"] == {"load": 1.5, "prefill": 0.5, "decode": None}
+    assert answer["placement"] == {
+        "resident_layers": [0, 1], "streamed_layers": [2, 3], "slots": 2, "embed_tier": "device"
+    }  # fmt: skip
+    assert (answer["mode"], answer["tau"]) == ("exit", 0.5)
+
+
+def test_tau_is_null_where_nothing_looks_at_it(stub, runner):
+    done = runner.invoke(app, ["generate", "demo", "--prompt", "Why?", "--json", "--mode", "fixed:3"])
+    assert (json.loads(done.stdout)["mode"], json.loads(done.stdout)["tau"]) == ("fixed:3", None)
+
+
+def test_quiet_leaves_stderr_empty(stub, runner):
+    done = runner.invoke(app, ["generate", "demo", "--prompt", "Why?", "-q"])
+    assert (done.stdout, done.stderr) == ("Blue light scatters.\n", "")
+
+
+def test_only_given_options_reach_load(stub, runner):
+    runner.invoke(app, ["generate", "demo", "--prompt", "a"])
+    assert set(stub.loads[0]) == {"model", "progress"}
+    more = ["--mode", "exit", "--tau", "-1", "--min-exit", "3", "--bits", "8", "--group-size", "32", "--context", "99"]
+    more += [
+        "--head-bits",
+        "8",
+        "--slots",
+        "1",
+        "--budget",
+        "200MiB",
+        "--device",
+        "cpu",
+        "--dtype",
+        "float32",
+        "--trust-remote-code",
+    ]
+    stub.answers = ["ok"]
+    done = runner.invoke(app, ["generate", "demo", "--prompt", "a", *more])
+    assert done.exit_code == 0, done.output
+    given = stub.loads[1]
+    quant = given.pop("quant")
+    given.pop("progress")
+    assert (quant.bits, quant.group_size) == (8, 32)
+    assert given == {
+        "model": "demo", "mode": "exit", "tau": -1.0, "min_exit": 3, "head_bits": 8, "slots": 1, "context": 99,
+        "budget": "200MiB", "device": "cpu", "dtype": "float32", "trust_remote_code": True,
+    }  # fmt: skip
+
+
+def test_greedy_unless_a_temperature_is_given(stub, runner):
+    for given in ([], ["--temperature", "0"]):
+        stub.answers = ["x"]
+        runner.invoke(app, ["generate", "demo", "--prompt", "a", *given])
+        assert stub.model.calls[0]["do_sample"] is False
+
+
+def test_sampling_options_and_seed(stub, runner, monkeypatch):
+    seeds = []
+    monkeypatch.setattr(torch, "manual_seed", seeds.append)
+    runner.invoke(app, ["generate", "demo", "--prompt", "a", "--temperature", "0.7", "--top-p", "0.9", "--seed", "7"])
+    call = stub.model.calls[0]
+    assert (call["do_sample"], call["temperature"], call["top_p"], call["top_k"]) == (True, 0.7, 0.9, 0)
+    assert seeds == [7]
+
+
+def test_missing_pad_token_is_replaced_by_the_first_end_token(stub, runner):
+    runner.invoke(app, ["generate", "demo", "--prompt", "a"])
+    assert stub.model.calls[0]["pad_token_id"] == stub.model.generation_config.eos_token_id[0]
+
+
+def test_raw_and_system(stub, runner):
+    runner.invoke(app, ["generate", "demo", "--prompt", "Once", "--raw"])
+    assert stub.model.prompts == ["Once"]
+    runner.invoke(app, ["generate", "demo", "--prompt", "Hi", "--system", "Be brief."])
+    assert stub.model.prompts == ["<|system|>Be brief.<|end|><|user|>Hi<|end|><|assistant|>"]
+
+
+def without_template(model):
+    model.tokenizer.chat_template = None
+
+
+def test_without_a_template_the_prompt_is_plain_text_and_a_system_message_an_error(stub, runner):
+    stub.prepare = without_template
+    done = runner.invoke(app, ["generate", "demo", "--prompt", "Once"])
+    assert stub.model.prompts == ["Once"]
+    assert "no chat template" in done.stderr
+    done = runner.invoke(app, ["generate", "demo", "--prompt", "Once", "--system", "x"])
+    assert done.exit_code == 2
+    assert "--system needs a chat template" in done.stderr
+    assert stub.model.closed == 1
+
+
+def test_a_checkpoint_without_a_tokenizer(stub, runner):
+    stub.prepare = lambda model: setattr(model, "tokenizer", None)
+    for command in (["generate", "demo", "--prompt", "a"], ["chat", "demo"]):
+        done = runner.invoke(app, command)
+        assert done.exit_code == 4
+        assert "has no tokenizer" in done.stderr
+        assert stub.model.closed == 1
+
+
+def test_a_template_that_refuses_system_messages(stub, runner):
+    def refuse(model):
+        model.tokenizer.chat_template = "{{ raise_exception('System role not supported') }}"
+
+    stub.prepare = refuse
+    done = runner.invoke(app, ["generate", "demo", "--prompt", "Hi", "--system", "x"])
+    assert done.exit_code == 2
+    assert "System role not supported" in done.stderr and "--system" in done.stderr
+
+
+def test_prompt_from_a_file_and_from_standard_input(stub, runner, tmp_path):
+    file = tmp_path / "prompt.txt"
+    file.write_text("Grüße\n", encoding="utf-8")
+    runner.invoke(app, ["generate", "demo", "--prompt-file", str(file)])
+    assert stub.model.prompts == ["<|user|>Grüße<|end|><|assistant|>"]
+    runner.invoke(app, ["generate", "demo", "--prompt-file", "-", "--raw"], input="to the letter\n")
+    assert stub.model.prompts == ["to the letter\n"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ([], "no prompt: give --prompt"),
+        (["--prompt", ""], "--prompt is empty"),
+        (["--prompt", " \n"], "--prompt is empty"),
+        (["--prompt", "", "--raw"], "--prompt is empty"),
+        (["--prompt", "a", "--prompt-file", "b"], "both given"),
+        (["--prompt-file", "/no/such/file"], "cannot be read: No such file"),
+        (["--prompt", "a", "--raw", "--system", "b"], "--raw leaves out"),
+        (["--prompt", "a", "--mode", "backbone", "--tau", "0.5"], "--tau has no effect in mode backbone"),
+        (["--prompt", "a", "--mode", "fixed:2", "--min-exit", "1"], "--min-exit has no effect in mode fixed:2"),
+        (["--prompt", "a", "--mode", "backbone", "--bits", "4"], "--bits has no effect"),
+        (["--prompt", "a", "--mode", "fixed"], "expected exit, backbone, quantized or fixed:D"),
+        (["--prompt", "a", "--tau", "nan"], "tau is nan"),
+        (["--prompt", "a", "--min-exit", "0"], "min_exit is 0"),
+        (["--prompt", "a", "--bits", "5"], "bits is 5"),
+        (["--prompt", "a", "--group-size", "48"], "group_size is 48"),
+        (["--prompt", "a", "--budget", "8G"], "ambiguous"),
+        (["--prompt", "a", "--context", "0"], "context is 0"),
+        (["--prompt", "a", "--device", "tpu"], "device is 'tpu'"),
+        (["--prompt", "a", "--dtype", "int8"], "dtype is 'int8'"),
+        (["--prompt", "a", "--top-p", "0.9"], "--top-p has no effect without sampling"),
+        (["--prompt", "a", "--top-k", "5", "--temperature", "0"], "--top-k has no effect without sampling"),
+        (["--prompt", "a", "--seed", "5"], "--seed has no effect without sampling"),
+        (["--prompt", "a", "--temperature", "-1"], "--temperature is -1.0"),
+        (["--prompt", "a", "--temperature", "nan"], "--temperature is nan"),
+        (["--prompt", "a", "--temperature", "1", "--top-p", "1.5"], "--top-p is 1.5"),
+        (["--prompt", "a", "--temperature", "1", "--top-k", "0"], "--top-k is 0"),
+        (["--prompt", "a", "--temperature", "1", "--seed", "-1"], "--seed is -1"),
+        (["--prompt", "a", "--max-new-tokens", "0"], "--max-new-tokens is 0"),
+        (["--prompt", "a", "--max-new-tokens", "4096"], "do not fit a context of 4096"),
+        (["--prompt", "a", "--max-new-tokens", "64", "--context", "64"], "do not fit a context of 64"),
+        (["--prompt", "a", "--trace", "/no/such/dir/trace"], "--trace /no/such/dir/trace cannot be written"),
+        (["--prompt", "a\udcff"], "--prompt is not UTF-8"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused_before_loading(stub, runner, options, message):
+    done = runner.invoke(app, ["generate", "demo", *options])
+    assert done.exit_code == 2, done.output
+    assert message in done.stderr
+    assert done.stderr.startswith("error: ") and "Traceback" not in done.stderr
+    assert done.stdout == ""
+    assert stub.loads == []
+
+
+def test_a_prompt_file_that_is_not_text(stub, runner, tmp_path):
+    file = tmp_path / "prompt"
+    file.write_bytes(b"ab\xff")
+    done = runner.invoke(app, ["generate", "demo", "--prompt-file", str(file)])
+    assert (done.exit_code, stub.loads) == (2, [])
+    assert "is not UTF-8 text" in done.stderr and "at byte 2" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (BudgetError("needs 3 bytes", needed_bytes=3, budget_bytes=1), 3),
+        (CheckpointError("model.safetensors is [truncated]"), 4),
+    ],
+)
+def test_errors_of_load_keep_their_exit_code(stub, runner, monkeypatch, error, code):
+    def fail(model, **arguments):
+        raise error
+
+    monkeypatch.setattr("river_offload.cli.runtime.load", fail)
+    done = runner.invoke(app, ["generate", "demo", "--prompt", "a", "--quiet"])
+    assert (done.exit_code, done.stdout, done.stderr) == (code, "", f"error: {error}\n")
+
+
+def test_a_bug_is_not_hidden(stub, runner):
+    stub.answers = []
+    done = runner.invoke(app, ["generate", "demo", "--prompt", "a"])
+    assert isinstance(done.exception, IndexError)
+    assert stub.model.closed == 1
+
+
+def test_prompt_longer_than_the_context(stub, runner):
+    done = runner.invoke(app, ["generate", "demo", "--prompt", "a" * 50, "--context", "20"])
+    assert (done.exit_code, done.stdout, stub.model.closed) == (2, "", 1)
+    assert "more than the context" in done.stderr
+
+
+def test_default_length_shrinks_to_the_context(stub, runner):
+    done = runner.invoke(app, ["generate", "demo", "--prompt", "a", "--context", "60"])
+    assert done.exit_code == 0, done.output
+    assert stub.model.calls[0]["max_new_tokens"] == 60 - 4
+
+
+def test_interrupt_ends_the_line_writes_the_trace_and_closes(stub, runner, tmp_path):
+    def interrupt(index: int) -> None:
+        if index == 4:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    stub.prepare = lambda model: setattr(model, "on_token", interrupt)
+    trace = tmp_path / "trace.jsonl"
+    done = runner.invoke(app, ["generate", "demo", "--prompt", "a", "--trace", str(trace)])
+    assert (done.exit_code, done.stdout, done.stderr) == (130, "Blue\n", "interrupted\n")
+    assert trace.exists()
+    assert stub.model.closed == 1
+
+
+def test_trace_is_written(stub, runner, tmp_path: Path):
+    trace = tmp_path / "trace.jsonl"
+    assert runner.invoke(app, ["generate", "demo", "--prompt", "a", "--trace", str(trace)]).exit_code == 0
+    assert trace.read_text() == '{"version": 1}\n'
+
+
+def test_warnings_become_lines(stub, runner):
+    import logging
+    import warnings
+
+    def warn(model):
+        warnings.warn("layer 3 k_proj stays in full precision", UserWarning, stacklevel=1)
+        warnings.warn("for programmers", FutureWarning, stacklevel=1)
+        logging.getLogger("river_offload.quant").warning("the cache is %s", "foreign")
+
+    stub.prepare = warn
+    done = runner.invoke(app, ["generate", "demo", "--prompt", "a"])
+    assert done.stderr.splitlines()[:2] == [
+        "warning: layer 3 k_proj stays in full precision",
+        "warning: the cache is foreign",
+    ]
+    assert "programmers" not in done.stderr
+    stub.answers = ["x"]
+    assert runner.invoke(app, ["generate", "demo", "--prompt", "a", "--quiet"]).stderr == ""
+
+
+def test_closing_line_leaves_out_what_nobody_measured():
+    from river_offload.cli.report import closing_line
+
+    report = SimpleNamespace(tokens_per_s=None, mean_depth=float("nan"))
+    figures = {"new_tokens": 1, "bytes_streamed": 0, "peak_device_bytes": 2**20, "budget_bytes": 2**30}
+    assert closing_line(figures | vars(report), 30) == "1 token · 0 B streamed · peak 1.0 MiB of 1.00 GiB"

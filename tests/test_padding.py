@@ -1,0 +1,148 @@
+"""Rows of different length, padded on the left: no row notices, and padding never keeps a passage on the backbone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from families import tokens
+from river_offload.assemble import real_tokens
+
+LENGTHS = (12, 5, 9)
+PAD = 0
+
+
+def rows() -> list[torch.Tensor]:
+    return [tokens(count, seed=10 + count) for count in LENGTHS]
+
+
+def padded(prompts: list[torch.Tensor], width: int | None = None) -> dict[str, torch.Tensor]:
+    """`input_ids` and `attention_mask` [rows, width], padding on the left."""
+    width = width or max(prompt.shape[1] for prompt in prompts)
+    ids = torch.full((len(prompts), width), PAD)
+    mask = torch.zeros_like(ids)
+    for row, prompt in enumerate(prompts):
+        ids[row, width - prompt.shape[1] :] = prompt[0]
+        mask[row, width - prompt.shape[1] :] = 1
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def generated(model: Any, new_tokens: int = 6, **inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """New tokens [rows, new] and their logits [rows, new, vocab]."""
+    output = model.generate(
+        **inputs,
+        max_new_tokens=new_tokens,
+        do_sample=False,
+        pad_token_id=PAD,
+        return_dict_in_generate=True,
+        output_logits=True,
+    )
+    return output.sequences[:, inputs["input_ids"].shape[1] :], torch.stack(output.logits, dim=1)
+
+
+@pytest.mark.parametrize("cache", [None, "static"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma3"])
+def test_backbone_gives_each_row_what_it_gets_alone(
+    family: str, cache: str | None, plain: Callable[[str], Any], open_river: Callable[..., Any]
+) -> None:
+    model = open_river(family, mode="backbone", batch=3)
+    options = {} if cache is None else {"cache_implementation": cache}
+    found, logits = generated(model, **padded(rows()), **options)
+    their, their_logits = generated(plain(family), **padded(rows()), **options)
+    assert torch.equal(found, their)
+    assert torch.equal(logits, their_logits)
+    for row, prompt in enumerate(rows()):
+        alone, alone_logits = generated(model, input_ids=prompt, attention_mask=torch.ones_like(prompt), **options)
+        assert torch.equal(found[row], alone[0])
+        torch.testing.assert_close(logits[row], alone_logits[0], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("cache", [None, "static"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma3"])
+@pytest.mark.parametrize("padding", [1, 7])
+def test_padding_does_not_change_the_depth(
+    family: str, padding: int, cache: str | None, open_river: Callable[..., Any]
+) -> None:
+    model = open_river(family, mode="exit", tau=2.0)
+    options = {} if cache is None else {"cache_implementation": cache}
+    prompt = rows()[2]
+    recorded = []
+    for width in (9, 9 + padding):
+        model.river.trace.clear()
+        generated(model, **padded([prompt], width), **options)
+        recorded.append([record.signals for record in model.river.trace.records])
+    alone, with_padding = recorded
+    assert len(alone) == len(with_padding) == 6
+    for expected, found in zip(alone, with_padding, strict=True):
+        assert found == pytest.approx(expected, abs=1e-5)
+    for tau in middles(alone[0]):
+        with model.river.using(tau=tau):
+            depths = []
+            for width in (9, 9 + padding):
+                generated(model, **padded([prompt], width), **options)
+                depths.append(model.river.report()["depths"][0])
+        assert depths[0] == depths[1] < model.river.num_layers
+
+
+def middles(signals: list[float]) -> list[float]:
+    """Thresholds between any two of the signals, and one below all: each makes another layer the first to be over it."""
+    ordered = sorted(signals)
+    return [ordered[0] - 0.05, *((a + b) / 2 for a, b in zip(ordered, ordered[1:], strict=False) if b - a > 1e-3)]
+
+
+@pytest.mark.parametrize("cache", [None, "static"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma3"])
+def test_a_batch_leaves_when_its_slowest_row_would(
+    family: str, cache: str | None, open_river: Callable[..., Any]
+) -> None:
+    model = open_river(family, mode="exit", tau=2.0, batch=3)
+    options = {} if cache is None else {"cache_implementation": cache}
+    alone = []
+    for prompt in rows():
+        generated(model, 1, input_ids=prompt, attention_mask=torch.ones_like(prompt), **options)
+        alone.append(model.river.trace.records[-1].signals)
+    generated(model, 1, **padded(rows()), **options)
+    expected = [min(signals) for signals in zip(*alone, strict=True)]
+    assert model.river.trace.records[-1].signals == pytest.approx(expected, abs=1e-5)
+
+
+REAL = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]]).bool()
+
+
+def causal(real: torch.Tensor, window: int | None = None, keys: int | None = None) -> torch.Tensor:
+    """The 4-d mask that transformers makes of a 2-d one: bool [rows, 1, queries, keys]."""
+    count = real.shape[1]
+    query, key = torch.arange(count)[:, None], torch.arange(count)[None]
+    seen = (key <= query) & (key > query - (window or count))
+    allowed = (seen[None] & real[:, None])[:, None]
+    return torch.nn.functional.pad(allowed, (0, (keys or count) - count))
+
+
+@pytest.mark.parametrize("kind", ["2-d", "bool", "float", "static", "window", "dict", "sliding dict"])
+def test_real_tokens_are_found_in_every_kind_of_mask(kind: str) -> None:
+    allowed = causal(REAL)
+    mask: object = {
+        "2-d": REAL.long(),
+        "bool": allowed,
+        "float": torch.where(allowed, 0.0, torch.finfo(torch.float32).min),
+        "static": causal(REAL, keys=9),
+        "window": causal(REAL, window=2),
+        "dict": {"sliding_attention": causal(REAL, window=1), "full_attention": allowed},
+        "sliding dict": {"sliding_attention": causal(REAL, window=2)},
+    }[kind]
+    found = real_tokens(mask, new_tokens=5, cached_tokens=0)
+    assert found is not None
+    assert torch.equal(found, REAL)
+
+
+def test_masks_over_cached_tokens_speak_of_the_new_ones_only() -> None:
+    later = real_tokens(REAL.long(), new_tokens=3, cached_tokens=2)
+    assert later is not None
+    assert torch.equal(later, REAL[:, 2:])
+    four = real_tokens(causal(REAL)[:, :, 1:], new_tokens=4, cached_tokens=1)
+    assert four is not None
+    assert torch.equal(four, REAL[:, 1:])
+    assert real_tokens(None, new_tokens=4, cached_tokens=0) is None
+    assert real_tokens(REAL.long(), new_tokens=1, cached_tokens=4) is None
