@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+
+FIRST_WEIGHT = 100.0
+LAST_WEIGHT = 2000.0
+"""Samples that a knot of a correction is worth before any came, and the most it is worth later."""
 
 
 @dataclass(frozen=True)
@@ -72,3 +77,60 @@ class Tally:
                 for count, total, happened in zip(self._counts, self._probabilities, self._happened, strict=True)
             ),
         )
+
+
+class Correction:
+    """A rising curve from probabilities as computed to what they turned out to mean, learned online.
+
+    Piecewise linear over tenths, at first the identity. Each knot follows the mean of the outcomes near it.
+    """
+
+    def __init__(self) -> None:
+        self._heights = [tenth / 10 for tenth in range(11)]
+        self._weights = [FIRST_WEIGHT] * 11
+
+    def apply(self, row: Sequence[float], first: int) -> list[float]:
+        """The row with its values from `first` on corrected: still never increasing, and never above 1."""
+        heights = self._heights
+        corrected = list(row[:first])
+        for probability in row[first:]:
+            position = probability * 10
+            tenth = min(int(position), 9)
+            low = heights[tenth]
+            corrected.append(low + (position - tenth) * (heights[tenth + 1] - low))
+        return corrected
+
+    def learn(self, probability: float, happened: bool) -> None:
+        """Pull the two knots around `probability` towards the outcome, the nearer one more."""
+        heights, position = self._heights, probability * 10
+        tenth = min(int(position), 9)
+        share = position - tenth
+        error = happened - (heights[tenth] * (1 - share) + heights[tenth + 1] * share)
+        for knot, near in ((tenth, 1 - share), (tenth + 1, share)):
+            heights[knot] = min(max(heights[knot] + error * near / self._weights[knot], 0.0), 1.0)
+            self._weights[knot] = min(self._weights[knot] + near, LAST_WEIGHT)
+        # The curve must not fall: the two that moved meet half-way, and another gives way to them.
+        if heights[tenth] > heights[tenth + 1]:
+            heights[tenth] = heights[tenth + 1] = (heights[tenth] + heights[tenth + 1]) / 2
+        knot = tenth
+        while knot and heights[knot - 1] > heights[knot]:
+            heights[knot - 1] = heights[knot]
+            knot -= 1
+        knot = tenth + 1
+        while knot < 10 and heights[knot + 1] < heights[knot]:
+            heights[knot + 1] = heights[knot]
+            knot += 1
+
+    def to_list(self) -> list[list[float]]:
+        return [self._heights, self._weights]
+
+    @classmethod
+    def from_list(cls, values: Sequence[Sequence[float]]) -> Correction:
+        """Inverse of `to_list`. Raises ValueError for what is no rising curve over eleven knots."""
+        correction = cls()
+        heights, weights = ([float(value) for value in numbers] for numbers in values)
+        rising = heights == sorted(heights) and all(0 <= height <= 1 for height in heights)
+        if len(heights) != 11 or len(weights) != 11 or not rising or not all(1 <= w < math.inf for w in weights):
+            raise ValueError("corrections: expected eleven rising heights in 0..1 and eleven weights of at least 1")
+        correction._heights, correction._weights = heights, weights
+        return correction

@@ -12,7 +12,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from policies.calibration import Calibration, Tally
+from policies.calibration import Calibration, Correction, Tally
 from policies.exit_rates import ExitRates
 from policies.forecast import certain
 
@@ -51,13 +51,16 @@ class DepthPredictor:
         self.num_layers = num_layers
         self.tau = tau
         self.min_exit = min_exit
+        self._first = max(min_exit, 1)  # the exit is looked at after a layer has run
         self._weights = list(PRIOR_WEIGHTS)
         self._squares = [FIRST_SQUARES] * len(NAMES)
         self._rates = {"one": ExitRates(num_layers), "several": ExitRates(num_layers)}
+        self._slow_change: dict[str, tuple[list[float], list[float]]] = {}
         self._signal_stats = [[0.0, 0.0, 0.0] for _ in range(num_layers + 1)]  # count, mean, mean square around it
         self._ran = [0] * num_layers  # passages that ran each layer, the running base rate
         self._passages = 0
         self._tallies: dict[Moment, Tally] = {"begin": Tally(), "signal": Tally()}
+        self._corrections: dict[Moment, Correction] = {"begin": Correction(), "signal": Correction()}
         self._last_depth: int | None = None
         self._nothing = certain(0, num_layers)
         self._row: Sequence[float] = self._nothing
@@ -68,8 +71,9 @@ class DepthPredictor:
         self._signals: dict[int, float] = {}
         self._common: Features = ()
         self._logits: list[float] = []
-        self._guesses: list[tuple[Moment, int, float, float]] = []
-        self._refresh()
+        self._raw: Sequence[float] = self._nothing
+        self._guesses: list[tuple[Moment, int, float, float, float]] = []
+        self._refresh(*self._rates)
 
     def begin(self, new_tokens: int, margin: float | None = None, known_depth: int | None = None) -> None:
         """See `Forecast`. A margin that is not a number counts as not known."""
@@ -81,19 +85,21 @@ class DepthPredictor:
         self._kind = "one" if new_tokens == 1 else "several"
         self._common = (*_margin_features(margin), (TOKENS, min(math.log2(max(new_tokens, 1)) / 8, 1.0)))
         self._logits = self._passage_logits()
-        self._row = self._survival(0)
+        self._raw = self._survival(0)
+        self._row = self._corrections["begin"].apply(self._raw, self._first)
         self._next_row = self._blank_row(last=False)
-        self._guess("begin", range(self.min_exit, self.num_layers))
+        self._guess("begin", range(self._first, self.num_layers))
 
     def observe_signal(self, layers_run: int, signal: float) -> None:
         """See `Forecast`. One that leaves ends all need for deeper layers."""
         if self._known is not None or not self._running:
             return
         self._signals[layers_run] = signal
-        if self.min_exit <= layers_run < self.num_layers and signal > self.tau:
+        if self._first <= layers_run < self.num_layers and signal > self.tau:
             self._row = (*self._row[:layers_run], *(0.0,) * (self.num_layers - layers_run))
             return
-        self._row = self._survival(layers_run)
+        self._raw = self._survival(layers_run)
+        self._row = self._corrections["signal"].apply(self._raw, max(self._first, layers_run + 1))
         self._guess("signal", range(layers_run + 1, min(layers_run + 1 + SIGNAL_REACH, self.num_layers)))
 
     def probability(self, depth: int, ahead: int = 0) -> float:
@@ -113,16 +119,16 @@ class DepthPredictor:
         if self._known is not None:
             return
         last = min(depth_reached, self.num_layers - 1)
-        left = not censored and depth_reached < self.num_layers
+        left = not censored and self._first <= depth_reached < self.num_layers
         if not censored:
             self._score(depth_reached)
         self._fit(last, left)
-        self._rates[self._kind].learn(self.min_exit, last, left)
+        self._rates[self._kind].learn(self._first, last, left)
         for layers_run, signal in self._signals.items():
             if math.isfinite(signal):
                 _include(self._signal_stats[layers_run], signal)
         self._last_depth = depth_reached
-        self._refresh()
+        self._refresh(self._kind)
 
     def calibration(self, moment: Moment = "begin") -> Calibration:
         """How good the probabilities were against the running base rate, over all passages whose depth came out.
@@ -141,6 +147,7 @@ class DepthPredictor:
             "min_exit": self.min_exit,
             "weights": dict(zip(NAMES, self._weights, strict=True)),
             "squares": dict(zip(NAMES, self._squares, strict=True)),
+            "corrections": {moment: correction.to_list() for moment, correction in self._corrections.items()},
             "rates": {kind: rates.to_dict() for kind, rates in self._rates.items()},
             "signals": self._signal_stats,
             "ran": self._ran,
@@ -171,6 +178,9 @@ class DepthPredictor:
         if min(self._squares) <= 0:
             raise ValueError("squares: expected numbers above 0")
         self._rates = {kind: ExitRates.from_dict(values["rates"][kind], layers) for kind in self._rates}
+        self._corrections = {
+            moment: Correction.from_list(values["corrections"][moment]) for moment in self._corrections
+        }
         self._signal_stats = [[_number("signals", x) for x in stats] for stats in values["signals"]]
         self._ran = [int(count) for count in values["ran"]]
         if len(self._signal_stats) != layers + 1 or {len(stats) for stats in self._signal_stats} != {3}:
@@ -180,13 +190,14 @@ class DepthPredictor:
         self._passages = int(values["passages"])
         last = values["last_depth"]
         self._last_depth = None if last is None else int(last)
-        self._refresh()
+        self._refresh(*self._rates)
 
     # Hazards and what follows from them.
 
-    def _refresh(self) -> None:
+    def _refresh(self, *kinds: str) -> None:
         """What the next passages start from, after something was learned."""
-        self._slow_change = {kind: rates.logits() for kind, rates in self._rates.items()}
+        for kind in kinds:
+            self._slow_change[kind] = self._rates[kind].logits()
         self._next_row = self._blank_row(last=True)
 
     def _blank_row(self, *, last: bool) -> list[float]:
@@ -197,7 +208,7 @@ class DepthPredictor:
             slow[depth] + lately * change[depth] + (weight * self._last_feature(depth) if last else 0.0)
             for depth in range(self.num_layers)
         ]
-        return _survival([1.0] * self.num_layers, logits, self.min_exit)
+        return _survival([1.0] * self.num_layers, logits, self._first)
 
     def _passage_logits(self) -> list[float]:
         """Per depth the logit of leaving there, as long as no signal is known."""
@@ -212,7 +223,7 @@ class DepthPredictor:
 
     def _survival(self, layers_run: int) -> list[float]:
         """The row of this passage after `layers_run` layers with the signal measured there, if one was."""
-        first = max(self.min_exit, layers_run + 1)
+        first = max(self._first, layers_run + 1)
         logits = self._logits
         features = self._signal_features(layers_run)
         if features:
@@ -242,7 +253,7 @@ class DepthPredictor:
     def _fit(self, last: int, left: bool) -> None:
         """One AdaGrad step a depth that the passage came to: without the signals, and with the one just before."""
         slow, change = self._slow_change[self._kind]
-        for depth in range(self.min_exit, last + 1):
+        for depth in range(self._first, last + 1):
             happened = left and depth == last
             plain = (*self._common, (LATELY, change[depth]), (LAST, self._last_feature(depth)))
             self._step(slow[depth], plain, happened)
@@ -265,10 +276,12 @@ class DepthPredictor:
         # A passage that came to depth r runs layer r, so the base rate then counts among those that ran it.
         came = self._passages if moment == "begin" else self._ran[layers.start - 1]
         for layer in layers:
-            self._guesses.append((moment, layer, self._row[layer], (self._ran[layer] + 1) / (came + 2)))
+            base_rate = (self._ran[layer] + 1) / (came + 2)
+            self._guesses.append((moment, layer, self._raw[layer], self._row[layer], base_rate))
 
     def _score(self, depth_reached: int) -> None:
-        for moment, layer, probability, base_rate in self._guesses:
+        for moment, layer, raw, probability, base_rate in self._guesses:
+            self._corrections[moment].learn(raw, layer < depth_reached)
             self._tallies[moment].add(probability, base_rate, layer < depth_reached)
         self._passages += 1
         for layer in range(min(depth_reached, self.num_layers)):

@@ -177,17 +177,14 @@ class _Plan:
                 return
             self._add(layer, slot)
             self.blocked_risk = 0.0
-            needed_s = max(needed_s, self.free_s)
 
     def fetch_for_the_next(self) -> None:
         """Refill the slots with the first streamed layers, in order, while the link would stand still otherwise."""
         of = self.of
         for layer in of.streamed[: len(of.holds)]:
-            idle_s = self.next_decision_s - self.free_s
-            if idle_s <= 0:
-                return
             if layer in self.content:
                 continue
+            idle_s = self.next_decision_s - self.free_s
             if self._soon(layer) * idle_s <= self.blocked_risk * of.link_s:
                 return
             self._let_finish(layer, 1.0)

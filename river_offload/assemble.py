@@ -96,7 +96,7 @@ class AwayEmbedding(nn.Module):
     them, is no registered child, so `model.device` stays the device of everything else.
     """
 
-    def __init__(self, embedding: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(self, embedding: nn.Embedding, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__()
         self._held = (embedding,)
         self._device = device
@@ -113,8 +113,7 @@ class AwayEmbedding(nn.Module):
     @property
     def weight(self) -> torch.Tensor:
         """The table, on the tier where it rests."""
-        weight: torch.Tensor = self._held[0].weight
-        return weight
+        return self._held[0].weight
 
 
 def _place_outside(structure: Structure, placement: Placement, parts: Parts, device: torch.device) -> None:
@@ -179,7 +178,7 @@ def _follow_passages(structure: Structure, flow: Flow) -> None:
     """Open a passage when the decoder starts and close it when it ends, on torch's own seam for that."""
 
     def opened(_: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
-        flow.open(**_describe(args, kwargs))
+        _open(flow, args, kwargs)
 
     def closed(_: nn.Module, __: object, output: object) -> None:
         # Called with None in place of an output when the forward raised.
@@ -202,8 +201,8 @@ def _pack_head_input(model: nn.Module) -> None:
     model.get_output_embeddings().register_forward_pre_hook(pack)  # type: ignore[operator]
 
 
-def _describe(args: Sequence[object], kwargs: Mapping[str, object]) -> dict[str, object]:
-    """Batch, tokens and padding of a call of the decoder, as `Flow.open` takes them."""
+def _open(flow: Flow, args: Sequence[object], kwargs: Mapping[str, object]) -> None:
+    """Open the passage of a call of the decoder: its batch, tokens and padding."""
     tokens = kwargs.get("input_ids")
     if tokens is None:
         tokens = args[0] if args else kwargs.get("inputs_embeds")
@@ -211,12 +210,12 @@ def _describe(args: Sequence[object], kwargs: Mapping[str, object]) -> dict[str,
     cache = kwargs.get("cache", kwargs.get("past_key_values"))
     cached_tokens = int(cache.get_seq_length()) if cache is not None else 0  # type: ignore[attr-defined]
     batch, new_tokens = tokens.shape[:2]
-    return {
-        "batch": batch,
-        "new_tokens": new_tokens,
-        "cached_tokens": cached_tokens,
-        "real": real_tokens(kwargs.get("attention_mask"), new_tokens, cached_tokens),
-    }
+    flow.open(
+        batch=batch,
+        new_tokens=new_tokens,
+        cached_tokens=cached_tokens,
+        real=real_tokens(kwargs.get("attention_mask"), new_tokens, cached_tokens),
+    )
 
 
 def real_tokens(mask: object, new_tokens: int, cached_tokens: int) -> torch.Tensor | None:

@@ -179,6 +179,19 @@ class RiverConfig:
         return cls(**{name: readers[name](value) if name in readers else value for name, value in options.items()})
 
 
+def check_mode(text: str, num_layers: int) -> Mode:
+    """Parse a mode and hold its depth against the model. Raises UsageError."""
+    try:
+        mode = Mode.parse(text)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    if mode.depth is not None and mode.depth > num_layers:
+        raise UsageError(
+            f"mode {text} leaves after {mode.depth} layers, the model has {num_layers}: use 0..{num_layers}"
+        )
+    return mode
+
+
 def _read_size(name: str, value: str | int | None) -> int | None:
     try:
         return None if value is None else parse_size(value)

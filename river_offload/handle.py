@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from policies.types import Mode, Placement
-from river_offload.config import RiverConfig
+from river_offload.config import RiverConfig, check_mode
 from river_offload.errors import ModeError, UsageError
 from river_offload.kv.cache import SharedCache
 from river_offload.passage import Flow
@@ -124,8 +124,8 @@ class River:
         """The account of the last generate. Byte counts are bytes, times are seconds.
 
         `depths` has the depth of the passage that made each new token, the first being the prefill's; `mean_depth` is
-        their mean without the prefill's (with it when there is no other). `peak_device_bytes` is what the weights hold plus the
-        highest that caches and working memory rose to.
+        their mean without the prefill's (with it when there is no other). `peak_device_bytes` is what the weights hold
+        plus the highest that caches and working memory rose to.
         """
         account = self.account
         records = self.trace.records[account.first_record :]
@@ -195,21 +195,10 @@ class River:
             missing = sorted(set(needed) - built)
             if missing:
                 raise ModeError(
-                    f"mode {mode} needs {part} layers {missing[0]}..{missing[-1]}, which mode {self.placement.mode} did "
-                    f"not build: load with mode={text!r}, or with also_modes=({text!r},)"
+                    f"mode {mode} needs {part} layers {missing[0]}..{missing[-1]}, which mode {self.placement.mode} "
+                    f"did not build: load with mode={text!r}, or with also_modes=({text!r},)"
                 )
         return mode
-
-
-def check_mode(text: str, num_layers: int) -> Mode:
-    """Parse a mode and hold its depth against the model. Raises UsageError."""
-    try:
-        mode = Mode.parse(text)
-    except ValueError as error:
-        raise UsageError(str(error)) from error
-    if mode.depth is not None and mode.depth > num_layers:
-        raise UsageError(f"mode {text} leaves after {mode.depth} layers, the model has {num_layers}: use 0..{num_layers}")
-    return mode
 
 
 def _first(records: list[PassageRecord], path: str) -> int | None:

@@ -9,11 +9,10 @@ from torch import nn
 
 from policies.types import Placement
 from river_offload.checkpoint.safetensors_files import Checkpoint
-from river_offload.config import QuantConfig
 from river_offload.progress import Progress
 from river_offload.quant.cache import RiverCache
-from river_offload.quant.linear import RiverLinear
-from river_offload.quant.river import install, linear_names, quantize_layer
+from river_offload.quant.precision import Precision
+from river_offload.quant.river import linear_names, quantize_layer
 from river_offload.store.layout import Layout, aligned_empty
 from river_offload.store.tiers import DiskTier
 from river_offload.structure import Structure
@@ -36,10 +35,8 @@ class CheckpointParts:
         keys: Mapping[str, str],
         disk: DiskTier,
         cache: RiverCache,
+        precision: Precision,
         *,
-        quant: QuantConfig,
-        head_bits: int,
-        dtype: torch.dtype,
         device: torch.device,
         progress: Progress,
     ) -> None:
@@ -49,29 +46,24 @@ class CheckpointParts:
         self._keys = keys
         self._disk = disk
         self._cache = cache
-        self._quant = quant
-        self._head_bits = head_bits
-        self._dtype = dtype
+        self._precision = precision
         self._device = device
         self._progress = progress
 
     def outside(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        return self._checkpoint.read(self._keys[name]).to(self._device, self._dtype)
+        return self._checkpoint.read(self._keys[name]).to(self._device, self._precision.dtype)
 
     def away_embedding(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         """Mapped from its file: the kernel keeps the rows in use, and none of it is ours."""
         return self._checkpoint.mmap_tensor(self._keys[name])
 
     def quantized_head(self, head: nn.Linear) -> nn.Module | None:
-        if self._head_bits == 16:
+        if self._precision.head_bits == 16:
             return None
         weight = self._checkpoint.read(self._keys[self._structure.head_name])
         bias_key = self._keys.get(self._structure.head_name.removesuffix("weight") + "bias")
         bias = None if bias_key is None else self._checkpoint.read(bias_key)
-        quantized = RiverLinear.quantize(
-            weight, bias, bits=self._head_bits, group=self._quant.group_size, dtype=self._dtype, name="lm_head.weight"
-        )
-        return quantized.to(self._device)
+        return self._precision.quantized_head(head, weight, bias, self._device)
 
     def norms(self, layer: int) -> Mapping[str, torch.Tensor]:
         return {
@@ -86,17 +78,17 @@ class CheckpointParts:
             weights = self._read(layer)
         if river is not None:
             if state is None:
-                state = quantize_layer(weights, linear_names(river), self._quant.bits, self._quant.group_size)
+                state = quantize_layer(weights, linear_names(river), self._precision.bits, self._precision.group)
                 self._cache.write_layer(layer, state)
             if not resident:
                 weights = {}  # before the river takes its place beside it
-            install(river, state, self._quant.bits, dtype=self._dtype, device=self._device)
+            self._precision.install(river, state, self._device)
         self._progress.advance(1)
         return weights if resident else {}
 
     def _read(self, layer: int) -> dict[str, torch.Tensor]:
         """The layer's linears on the compute device, as views of one buffer laid out like a slot."""
-        layout = Layout.of(self._structure.weight_shapes(layer), self._dtype)
+        layout = Layout.of(self._structure.weight_shapes(layer), self._precision.dtype)
         buffer = aligned_empty(layout.nbytes, "cpu")
         self._disk.read(layer, buffer)
         return layout.views(buffer.to(self._device))

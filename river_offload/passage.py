@@ -83,9 +83,7 @@ class Flow:
         assert self._passage is not None, "a RiverLayer ran outside a forward pass of its model"
         return self._passage
 
-    def open(
-        self, *, batch: int, new_tokens: int, cached_tokens: int, real: torch.Tensor | None
-    ) -> Passage:
+    def open(self, *, batch: int, new_tokens: int, cached_tokens: int, real: torch.Tensor | None) -> Passage:
         """Begin a forward pass under the rule in force."""
         self._passage = Passage(
             self.rule, batch, new_tokens, cached_tokens, real, exit_depth=self.rule.first_depth_on_river()

@@ -25,19 +25,19 @@ _DEFAULT_NEW_TOKENS = 20
 
 def install_seams(model: PreTrainedModel, river: River) -> None:
     """Put `river` on the model and replace the methods that must know of it."""
-    model.river = river  # type: ignore[assignment]
-    model.forward = _metered_forward(model, river)  # type: ignore[method-assign]
-    model.generate = _accounted_generate(model, river)  # type: ignore[method-assign, assignment]
+    model.river = river
+    model.forward = _metered_forward(model, river)
+    model.generate = _accounted_generate(model, river)
     for name in ("state_dict", "save_pretrained", "push_to_hub", "half", "float", "double", "bfloat16", "cpu", "cuda"):
         setattr(model, name, _refusal(name))
-    model.to = _move_nowhere(model)  # type: ignore[method-assign]
+    model.to = _move_nowhere(model)
 
 
 def _metered_forward(model: PreTrainedModel, river: River) -> Any:
     """The model's forward, its allocations counted whenever a passage may rise higher than those before it.
 
-    Counting costs microseconds for every operator. So a passage is metered only if it has more tokens than every metered
-    one, or more than twice as many cached ones; else the figure of the smallest metered passage that covers it is taken.
+    Counting costs microseconds for every operator. So a passage is metered only if it has more tokens than every
+    metered one, or twice as many cached ones; else the figure of the smallest metered passage that covers it is taken.
     """
     plain = model.forward
     held_bytes = river.device_bytes()
@@ -123,11 +123,11 @@ def _give_cache(
         wanted = _DEFAULT_NEW_TOKENS if max_length is None else max(max_length - prompt_tokens, 1)
     total = prompt_tokens + wanted
     if total * rows > context * planned_rows:
-        many = f" in each of {rows} rows" if rows > 1 else ""
+        each, planned = (f" in {n} rows" if n > 1 else "" for n in (rows, planned_rows))
         raise ContextError(
-            f"{prompt_tokens} prompt tokens and up to {wanted} new ones{many} do not fit the planned context of {context} tokens"
-            f"{f' in {planned_rows} rows' if planned_rows > 1 else ''}: load with a larger context"
-            f"{' or batch' if rows > 1 else ''}, or ask for fewer new tokens"
+            f"{prompt_tokens} prompt tokens and up to {wanted} new ones{each} do not fit the planned context: "
+            f"{context} tokens{planned}. Load with a larger context{' or batch' if rows > 1 else ''}, or ask for fewer "
+            "new tokens"
         )
     limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
     if limit is not None and prompt_tokens > limit:
@@ -164,8 +164,9 @@ def _move_nowhere(model: PreTrainedModel) -> Any:
 
     def to(*args: Any, **kwargs: Any) -> PreTrainedModel:
         device, dtype, _, _ = torch._C._nn._parse_to(*args, **kwargs)
-        same_device = device is None or device.type == model.device.type and device.index in (None, model.device.index)
-        if not same_device or dtype not in (None, model.dtype):
+        own = model.device
+        elsewhere = device is not None and (device.type != own.type or device.index not in (None, own.index))
+        if elsewhere or dtype not in (None, model.dtype):
             _refusal("to")()
         return model
 

@@ -35,7 +35,8 @@ class Structure:
     layers_name: str
     """Where the layers hang in `model`: "model.layers"."""
     tied: Mapping[str, str]
-    """Name of a parameter -> name of the one it shares its tensor with: {"lm_head.weight": "model.embed_tokens.weight"}."""
+    """Name of a parameter -> name of the one whose tensor it shares, as {"lm_head.weight": "model.embed_tokens.weight"}
+    in most small models."""
 
     @classmethod
     def of(cls, config: PretrainedConfig, dtype: torch.dtype, *, trust_remote_code: bool = False) -> Structure:
@@ -50,7 +51,7 @@ class Structure:
                 model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
         except ValueError as error:
             reason, _, _ = str(error).partition("\n")  # transformers goes on with all the models it knows
-            raise UnsupportedError(f"no language model can be made of model type {config.model_type!r}: {reason}") from error
+            raise UnsupportedError(f"model type {config.model_type!r} makes no language model: {reason}") from error
         model.eval()
         model.tie_weights()
         decoder = model.get_decoder()

@@ -14,6 +14,14 @@ if TYPE_CHECKING:
 
 
 @pytest.fixture(scope="session", autouse=True)
+def one_thread() -> None:
+    """The models are tiny: more threads only wait for each other, for ever so long when the machine is busy."""
+    import torch
+
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session", autouse=True)
 def river_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Where rivers and native code are built, for the whole session: never the user's own cache."""
     directory = tmp_path_factory.mktemp("cache")
@@ -60,3 +68,20 @@ def open_river(checkpoint: Callable[..., Path]) -> Iterator[Callable[..., Any]]:
     yield opened
     for model in models:
         model.river.close()
+
+
+@pytest.fixture
+def pair(
+    plain: Callable[[str], PreTrainedModel], checkpoint: Callable[..., Path], open_river: Callable[..., Any]
+) -> Callable[..., tuple[Any, Any]]:
+    """`pair("llama")`: the model in mode backbone with one resident layer, and the model as transformers has it."""
+
+    from families import budget_for, poison_slots
+
+    def made(family: str = "llama", **options: Any) -> tuple[Any, Any]:
+        options = {"mode": "backbone"} | options
+        model = open_river(family, budget=budget_for(checkpoint(family), 1, **options), **options)
+        poison_slots(model)
+        return model, plain(family)
+
+    return made

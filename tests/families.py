@@ -1,20 +1,16 @@
-"""Tiny random models of every supported family, as real checkpoints: what the tests compare with is transformers itself.
+"""Tiny random models of every supported family, as real checkpoints: the tests compare with transformers itself.
 
 Dimensions suit groups of 32; `head_dim` is never hidden / heads. Weights are large enough for the layers to disagree.
 """
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
-import river_offload
 import torch
-from river_offload import QuantConfig
-from river_offload.errors import BudgetError
-from river_offload.quant.kernels import Reference as ReferenceKernel
-from river_offload.quant.linear import RiverLinear
 from transformers import (
     AutoModelForCausalLM,
     Gemma3TextConfig,
@@ -26,7 +22,14 @@ from transformers import (
     PreTrainedModel,
     Qwen2Config,
     Qwen3Config,
+    set_seed,
 )
+
+import river_offload
+from river_offload import QuantConfig
+from river_offload.errors import BudgetError
+from river_offload.quant.kernels import Reference as ReferenceKernel
+from river_offload.quant.linear import RiverLinear
 
 VOCAB = 101
 SEED = 20240711
@@ -112,13 +115,12 @@ def write_family(name: str, directory: Path, dtype: torch.dtype = torch.float32,
 
 
 def plain_model(directory: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """The checkpoint as transformers loads it, frozen and in memory of torch's own: both change the last bit.
+    """The checkpoint as transformers loads it, in memory of torch's own.
 
     Transformers maps float32 weights from the file, at addresses that are no multiple of 64 bytes, and then the BLAS
-    takes another path for a single token. And torch multiplies a strided input (the last token of a batch) by a weight
-    that wants gradients in another way than by a frozen one.
+    takes another path for a single token: the last bit differs between two plain models, too.
     """
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype).eval().requires_grad_(False)
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype).eval()
     for parameter in model.parameters():
         parameter.data = parameter.data.clone()
     return model
@@ -132,15 +134,29 @@ def load_tiny(directory: Path, **options: Any) -> Any:
 
 def budget_for(directory: Path, resident: int, **options: Any) -> int:
     """The smallest budget, in bytes, that keeps `resident` backbone layers on the device and streams the others."""
+    refused = _refusal(directory, tuple(options.items()))
+    return refused.needed_bytes + resident * refused.terms["slots"] // 2
+
+
+@cache
+def _refusal(directory: Path, options: tuple[tuple[str, Any], ...]) -> BudgetError:
     with pytest.raises(BudgetError) as refused:
-        load_tiny(directory, **options | {"budget": 1})
-    layer_bytes = refused.value.terms["slots"] // 2
-    return refused.value.needed_bytes + resident * layer_bytes
+        load_tiny(directory, **dict(options) | {"budget": 1})
+    return refused.value.with_traceback(None)  # or the frames would keep the models
 
 
 def poison_slots(model: Any) -> None:
     """From now on a released slot is full of NaN: compute that reads it too early or too late shows."""
     model.river._flow.store._slots.poison_on_release = True
+
+
+def both(models: tuple[Any, Any], *inputs: Any, **options: Any) -> list[Any]:
+    """The same call of generate on the two, with the same seed."""
+    results = []
+    for model in models:
+        set_seed(7)
+        results.append(model.generate(*inputs, **options))
+    return results
 
 
 class Reference:

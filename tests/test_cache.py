@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import torch
 from families import Reference, budget_for, poison_slots, tokens
+from transformers import DynamicCache
+
 from river_offload import passage
 from river_offload.errors import ContextError
 from river_offload.kv.cache import SharedCache, SharedLayer
-from transformers import DynamicCache
 
 
 def lengths(cache: Any) -> list[int]:

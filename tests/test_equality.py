@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +75,7 @@ def test_every_fixed_depth_is_the_dequantized_model_above_it(
         outputs.append(torch.cat(found, dim=1))
     assert {record.depth for record in model.river.trace.records} == set(range(model.river.num_layers + 1))
     # Each depth computes something else, or this test would compare nothing.
-    assert min((a - b).abs().max().item() for a, b in zip(outputs, outputs[1:], strict=False)) > 100 * TOLERANCE
+    assert min((a - b).abs().max().item() for a, b in pairwise(outputs)) > 100 * TOLERANCE
     with model.river.using(mode="quantized"):
         assert_same_bits([outputs[0]], [torch.cat(logits_of_steps(model, ids, prompt, model.river.new_cache()), dim=1)])
 

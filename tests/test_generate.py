@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from families import budget_for, load_tiny, poison_slots, tokens
-from river_offload.errors import ContextError, LinkError, ModeError, RiverError, UsageError
-from river_offload.memory.storages import StorageMeter
-from river_offload.trace import Trace
+from families import both, tokens
 from transformers import (
     GenerationConfig,
     GenerationMixin,
@@ -25,31 +21,9 @@ from transformers import (
 )
 from transformers.generation.streamers import BaseStreamer
 
+from river_offload.errors import ContextError, UsageError
+
 NEW = 10
-
-
-@pytest.fixture
-def pair(
-    plain: Callable[[str], PreTrainedModel], checkpoint: Callable[..., Path], open_river: Callable[..., Any]
-) -> Callable[..., tuple[Any, Any]]:
-    """`pair("llama")`: the model in mode backbone with one resident layer, and the model as transformers has it."""
-
-    def made(family: str = "llama", **options: Any) -> tuple[Any, Any]:
-        options = {"mode": "backbone"} | options
-        model = open_river(family, budget=budget_for(checkpoint(family), 1, **options), **options)
-        poison_slots(model)
-        return model, plain(family)
-
-    return made
-
-
-def both(models: tuple[Any, Any], *inputs: Any, **options: Any) -> list[Any]:
-    """The same call of generate on the two, with the same seed."""
-    results = []
-    for model in models:
-        set_seed(7)
-        results.append(model.generate(*inputs, **options))
-    return results
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "phi3", "gemma3"])
@@ -258,81 +232,13 @@ def test_the_pipeline_of_transformers_works(
     assert open_river("llama").river.tokenizer is None
 
 
-def test_the_model_says_where_and_what_it_is(pair: Callable[..., Any]) -> None:
-    model, plain = pair()
-    assert type(model) is type(plain)
-    assert (model.device, model.dtype) == (torch.device("cpu"), torch.float32)
-    assert model.river.placement.embed_tier == "disk"
-    assert not any(parameter.requires_grad for parameter in model.parameters())
-    assert not model.training
-
-
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda model: model.state_dict(),
-        lambda model: model.save_pretrained("nowhere"),
-        lambda model: model.push_to_hub("nobody/nothing"),
-        lambda model: model.to(torch.bfloat16),
-        lambda model: model.to("meta"),
-        lambda model: model.half(),
-        lambda model: model.cuda(),
-    ],
-)
-def test_a_model_in_pieces_is_not_handed_out(call: Callable[[Any], Any], pair: Callable[..., Any]) -> None:
-    model, _ = pair()
-    with pytest.raises(UsageError, match="not possible on a loaded river model"):
-        call(model)
-    assert model.to("cpu") is model.to(device="cpu", dtype=torch.float32) is model
-    assert model.generate(tokens(5), max_new_tokens=2, do_sample=False).shape == (1, 7)
-
-
-def test_using_puts_the_old_settings_back(open_river: Callable[..., Any]) -> None:
-    model = open_river("llama", mode="exit", tau=0.6, also_modes=("quantized",))
-    with pytest.raises(KeyError), model.river.using(mode="fixed:2"):
-        assert model.river.mode == "fixed:2"
-        with model.river.using(mode="exit", tau=0.9):
-            assert (model.river.mode, model.river.tau) == ("exit", 0.9)
-        assert (model.river.mode, model.river.tau) == ("fixed:2", 0.6)
-        raise KeyError
-    assert (model.river.mode, model.river.tau) == ("exit", 0.6)
-    with pytest.raises(UsageError, match="tau has no effect in mode backbone"), model.river.using(mode="backbone", tau=1):
-        pass
-    assert (model.river.mode, model.river.tau) == ("exit", 0.6)
-    model.river.mode = "quantized"
-    model.generate(tokens(5), max_new_tokens=3, do_sample=False)
-    assert model.river.report()["depths"] == [0, 0, 0]
-
-
-@pytest.mark.parametrize(
-    ("loaded", "asked", "message"),
-    [
-        ("exit", "quantized", r"mode quantized needs river layers 0\.\.0, which mode exit did not build"),
-        ("backbone", "fixed:3", r"needs river layers 3\.\.4, which mode backbone"),
-        ("quantized", "fixed:2", r"needs backbone layers 0\.\.1, which mode quantized"),
-        ("fixed:2", "exit", r"needs backbone layers 2\.\.4, which mode fixed:2"),
-    ],
-)
-def test_a_mode_that_was_not_built_is_refused_by_its_layers(
-    loaded: str, asked: str, message: str, open_river: Callable[..., Any]
-) -> None:
-    model = open_river("llama", mode=loaded)
-    with pytest.raises(ModeError, match=message) as refused:
-        model.river.mode = asked
-    assert f"also_modes=('{asked}',)" in str(refused.value)
-    assert model.river.mode == loaded
-    both_modes = open_river("llama", mode=loaded, also_modes=(asked,))
-    both_modes.river.mode = asked
-    assert both_modes.generate(tokens(5), max_new_tokens=3, do_sample=False).shape == (1, 8)
-
-
 def test_more_tokens_than_the_context_are_refused_before_any_work(open_river: Callable[..., Any]) -> None:
     model = open_river("llama", context=20)
     assert model.generate(tokens(9), max_new_tokens=11, do_sample=False).shape == (1, 20)
     model.river.trace.clear()
-    with pytest.raises(ContextError, match="9 prompt tokens and up to 12 new ones do not fit .* context of 20"):
+    with pytest.raises(ContextError, match=r"9 prompt tokens and up to 12 new ones do not fit .* context of 20"):
         model.generate(tokens(9), max_new_tokens=12)
-    with pytest.raises(ContextError, match="in each of 2 rows .* larger context or batch"):
+    with pytest.raises(ContextError, match=r"in each of 2 rows .* larger context or batch"):
         model.generate(tokens(9, rows=2), max_new_tokens=11)
     with pytest.raises(ContextError, match="in each of 3 rows"):
         model.generate(tokens(9), max_new_tokens=11, num_beams=3)
@@ -352,12 +258,12 @@ def test_without_a_length_it_generates_what_transformers_does(pair: Callable[...
     assert torch.equal(found, expected)
     assert found.shape[1] == 9 + 20
     for model in models:
-        model.generation_config.max_new_tokens = 4
+        model.generation_config.max_new_tokens = 30
     try:
         # A config of the call leaves what it does not say to the model's own.
         found, expected = both(models, tokens(9), generation_config=GenerationConfig(do_sample=False))
         assert torch.equal(found, expected)
-        assert found.shape[1] == 9 + 4
+        assert found.shape[1] == 9 + 30
     finally:
         models[1].generation_config.max_new_tokens = None
 
@@ -377,134 +283,14 @@ def test_embedded_tokens_are_a_prompt_too(pair: Callable[..., Any]) -> None:
     assert len(model.river.trace.records[0].signals) == 4
 
 
-def test_the_report_accounts_for_the_last_generate(pair: Callable[..., Any]) -> None:
-    model, _ = pair(mode="exit", tau=0.6)
-    model.generate(tokens(12), max_new_tokens=3, do_sample=False)
-    model.generate(tokens(9), max_new_tokens=NEW, do_sample=False)
-    report, records = model.river.report(), model.river.trace.records[-NEW:]
-    layers = model.river.num_layers
-    assert len(model.river.trace.records) == 3 + NEW
-    assert (report["prompt_tokens"], report["new_tokens"], report["num_layers"]) == (9, NEW, layers)
-    assert (report["mode"], report["tau"]) == ("exit", 0.6)
-    assert report["depths"] == [record.depth for record in records]
-    assert report["prefill_depth"] == records[0].depth
-    assert report["mean_depth"] == pytest.approx(sum(record.depth for record in records[1:]) / (NEW - 1))
-    layer_bytes = model.river.placement.slot_bytes
-    # One layer is resident; in poisoned slots nothing survives from one pass to the next.
-    assert report["bytes_streamed"] == sum(record.depth - 1 for record in records) * layer_bytes > 0
-    assert set(report["seconds"]) == {"load", "prefill", "decode"}
-    assert min(report["seconds"].values()) > 0
-    assert report["tokens_per_s"] > 0
-    assert report["wait_s"] > 0
-    assert report["placement"] == {"resident_layers": 1, "streamed_layers": layers - 1, "slots": 2, "embed_tier": "disk"}
-    assert report["kernel"] in report["kernels"]["self_attn.q_proj"]["kernel"]
-    assert all(reason for _, reason in report["kernels"]["mlp.up_proj"]["declined"].items())
-    assert sum(report["planned_bytes"].values()) <= report["budget_bytes"]
-
-
-def test_the_trace_has_a_record_of_every_passage(pair: Callable[..., Any], tmp_path: Path) -> None:
-    model, _ = pair(mode="exit", tau=0.6, batch=2)
-    model.generate(tokens(9, rows=2), max_new_tokens=4, do_sample=False)
-    records = model.river.trace.records
-    assert [record.path for record in records] == ["prefill", "decode", "decode", "decode"]
-    assert [record.index for record in records] == [0, 1, 2, 3]
-    assert [(record.new_tokens, record.batch, record.cached_tokens) for record in records] == [
-        (9, 2, 0),
-        (1, 2, 9),
-        (1, 2, 10),
-        (1, 2, 11),
-    ]
-    for record in records:
-        assert record.mode == "exit"
-        left = record.depth < model.river.num_layers
-        assert len(record.signals) == (record.depth if left else model.river.num_layers - 1)
-        assert (record.signals[-1] > 0.6) == left
-        assert all(signal <= 0.6 for signal in record.signals[:-1])
-        assert record.seconds >= record.wait_s >= 0
-    assert sum(record.seconds for record in records) <= sum(model.river.report()["seconds"].values())
-    model.river.trace.write_jsonl(tmp_path / "trace.jsonl")
-    assert Trace.read_jsonl(tmp_path / "trace.jsonl").records == records
-
-
-def test_the_peak_is_what_real_storages_rise_to(open_river: Callable[..., Any]) -> None:
-    model = open_river("llama", mode="exit")
-    peaks = []
-    for prompt in (40, 10, 40):
-        gc.collect()
-        held_bytes = model.river.device_bytes()
-        with StorageMeter() as meter:
-            model.generate(tokens(prompt), max_new_tokens=5, do_sample=False)
-        peaks.append(model.river.report()["peak_device_bytes"])
-        outside_bytes = held_bytes + meter.peak_bytes
-        # generate itself holds ids and masks on top; a shorter prompt may be quoted what a longer one took before.
-        assert peaks[-1] >= outside_bytes - 2048
-    assert peaks[0] == peaks[2] <= outside_bytes
-    assert model.river.device_bytes() == held_bytes
-
-
-def test_held_bytes_are_the_planned_ones(pair: Callable[..., Any], open_river: Callable[..., Any]) -> None:
-    for model in (pair(mode="exit")[0], open_river("gemma3"), open_river("phi3", mode="quantized")):
-        terms = dict(model.river.placement.terms)
-        del terms["kv"], terms["transient"]
-        assert model.river.device_bytes() == sum(terms.values())
-
-
-def test_a_failed_read_leaves_the_model_usable(pair: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    model, plain = pair()
-    link = model.river._flow.store._link
-    fetch, calls = link.fetch, []
-
-    def failing(layer: int, slot: int) -> None:
-        calls.append(layer)
-        if len(calls) == 6:
-            raise LinkError("the disk is gone")
-        fetch(layer, slot)
-
-    monkeypatch.setattr(link, "fetch", failing)
-    with pytest.raises(LinkError, match="the disk is gone"):
-        model.generate(tokens(9), max_new_tokens=5, do_sample=False)
-    assert len(model.river.trace.records) == 1  # the passage that failed has none
-    found, expected = both((model, plain), tokens(9), max_new_tokens=5, do_sample=False)
-    assert torch.equal(found, expected)
-
-
-def test_ctrl_c_leaves_the_model_usable(pair: Callable[..., Any]) -> None:
-    model, plain = pair()
-
-    class Interrupt(BaseStreamer):
-        def put(self, value: torch.Tensor) -> None:
-            if value.numel() == 1:
-                raise KeyboardInterrupt
-
-        def end(self) -> None:
-            pass
-
-    with pytest.raises(KeyboardInterrupt):
-        model.generate(tokens(9), max_new_tokens=5, do_sample=False, streamer=Interrupt())
-    found, expected = both((model, plain), tokens(9), max_new_tokens=5, do_sample=False)
-    assert torch.equal(found, expected)
-
-
-def test_a_closed_model_streams_no_more_and_gives_its_memory_back(checkpoint: Callable[..., Path]) -> None:
-    model = load_tiny(checkpoint("llama"), budget=budget_for(checkpoint("llama"), 1))
-    model.generate(tokens(9), max_new_tokens=2, do_sample=False)
-    slots = model.river._flow.store._slots
-    held_bytes = model.river.device_bytes()
-    with model.river:
-        pass
-    model.river.close()
-    assert held_bytes - model.river.device_bytes() == model.river.placement.terms["slots"]
-    assert not slots._parameters  # nothing else holds the buffers
-    with pytest.raises(RiverError, match="after close"):
-        model.generate(tokens(9), max_new_tokens=2, do_sample=False)
-
-
 @pytest.mark.demo
 @pytest.mark.slow
 def test_the_demo_model_writes_through_a_pipeline_under_a_budget(river_cache: Path) -> None:
     import river_offload
 
-    model = river_offload.load("demo", mode="backbone", budget="200MiB", context=256, cache_dir=river_cache, device="cpu")
+    model = river_offload.load(
+        "demo", mode="backbone", budget="200MiB", context=256, cache_dir=river_cache, device="cpu"
+    )
     chat = [{"role": "user", "content": "What is the capital of France?"}]
     writer = pipeline("text-generation", model=model, tokenizer=model.river.tokenizer)
     answer = writer(chat, max_new_tokens=12, do_sample=False)[0]["generated_text"][-1]["content"]

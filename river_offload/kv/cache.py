@@ -122,7 +122,8 @@ class WindowLayer(DynamicSlidingWindowLayer):
         """Append the states of new tokens; returns those of every token that one of them may see."""
         seen = super().update(key_states, value_states, *args, **kwargs)
         if key_states.shape[-2] > 1:
-            self.keys, self.values = self.keys.clone(), self.values.clone()
+            self.keys: torch.Tensor = self.keys.clone()
+            self.values: torch.Tensor = self.values.clone()
         return seen
 
 

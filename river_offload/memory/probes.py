@@ -38,7 +38,8 @@ def cgroup_free_bytes(root: Path = Path("/sys/fs/cgroup"), membership: Path = Pa
     left = [
         limit - used
         for group, limit_name, used_name in _memory_groups(root, membership)
-        if (limit := _read_int(group / limit_name)) is not None and (used := _read_anonymous(group, used_name)) is not None
+        if (limit := _read_int(group / limit_name)) is not None
+        and (used := _read_anonymous(group, used_name)) is not None
     ]
     return max(min(left), 0) if left else None
 

@@ -19,15 +19,12 @@ from transformers import PretrainedConfig
 from policies.exit import ExitRule
 from policies.types import Mode, Placement
 from river_offload.assemble import assemble
-from river_offload.config import QuantConfig
 from river_offload.kv.cache import SharedCache, cache_argument, cache_tensors
 from river_offload.memory.storages import StorageMeter, storage_bytes
-from river_offload.quant.linear import RiverLinear
-from river_offload.quant.river import head_spec, install_empty
+from river_offload.quant.precision import Precision
 from river_offload.store.slots import Slots
 from river_offload.structure import Structure
 from river_offload.trace import Trace
-
 
 _COUNTERS_PER_ROW = 16
 """64-bit numbers that generate keeps for each row beside its attention mask: is it finished, where is it."""
@@ -45,11 +42,8 @@ class Needs:
 
 def dry_run(
     config: PretrainedConfig,
+    precision: Precision,
     *,
-    dtype: torch.dtype,
-    quant: QuantConfig,
-    head_bits: int,
-    device_type: str,
     context: int,
     batch: int,
     modes: tuple[Mode, ...],
@@ -59,13 +53,12 @@ def dry_run(
 
     Args:
         config: the text config of the model.
-        device_type: what is planned for, "cpu" or "cuda"; the fake tensors are CPU ones either way.
         context, batch: tokens per row, rows.
     """
-    whole = Structure.of(config, dtype, trust_remote_code=trust_remote_code)
+    whole = Structure.of(config, precision.dtype, trust_remote_code=trust_remote_code)
     kinds = whole.kinds()
-    # The shortest run of layers from the front that has one of each kind. Layer 0 does not count where another is of its
-    # kind: what enters it are the embedded tokens, which the model holds on to, so any later layer rises higher.
+    # The shortest run of layers from the front that has one of each kind. Layer 0 does not count where another is of
+    # its kind: what enters it are the embedded tokens, which the model keeps, so every later layer rises higher.
     firsts = {kind: kinds.index(kind, 1) if kind in kinds[1:] else 0 for kind in kinds}
     count = max(firsts.values()) + 1
     short = _first_layers(config, count)
@@ -73,8 +66,8 @@ def dry_run(
     for rule in _paths(modes, count):
         fake = FakeTensorMode(allow_non_fake_inputs=True)
         with fake, torch.no_grad():
-            structure = Structure.of(short, dtype, trust_remote_code=trust_remote_code)
-            _assemble_fake(structure, rule, _FakeParts(structure, quant, head_bits, dtype, device_type))
+            structure = Structure.of(short, precision.dtype, trust_remote_code=trust_remote_code)
+            _assemble_fake(structure, rule, _FakeParts(structure, precision))
             cache = SharedCache(short, context)
             for new_tokens in (max(context - 1, 1), 1):
                 with StorageMeter() as meter:
@@ -136,35 +129,25 @@ def _assemble_fake(structure: Structure, rule: ExitRule, parts: _FakeParts) -> N
 class _FakeParts:
     """Tensors of the right shapes and nothing in them."""
 
-    def __init__(
-        self, structure: Structure, quant: QuantConfig, head_bits: int, dtype: torch.dtype, device_type: str
-    ) -> None:
+    def __init__(self, structure: Structure, precision: Precision) -> None:
         self._structure = structure
-        self._quant = quant
-        self._head_bits = head_bits
-        self._dtype = dtype
-        self._device_type = device_type
+        self._precision = precision
 
     def outside(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        return torch.empty(shape, dtype=self._dtype)
+        return torch.empty(shape, dtype=self._precision.dtype)
 
     def away_embedding(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         return self.outside(name, shape)
 
     def quantized_head(self, head: nn.Linear) -> nn.Module | None:
-        if self._head_bits == 16:
-            return None
-        spec = head_spec(head, self._head_bits, self._quant.group_size, self._dtype, self._device_type)
-        return RiverLinear.empty(spec, bias=head.bias is not None)
+        return None if self._precision.head_bits == 16 else self._precision.empty_head(head)
 
     def norms(self, layer: int) -> Mapping[str, torch.Tensor]:
         return {name: self.outside(name, shape) for name, shape in self._structure.norm_shapes(layer).items()}
 
     def linears(self, layer: int, *, resident: bool, river: nn.Module | None) -> Mapping[str, torch.Tensor]:
         if river is not None:
-            install_empty(
-                river, self._quant.bits, self._quant.group_size, dtype=self._dtype, device_type=self._device_type
-            )
+            self._precision.install_empty(river)
         if not resident:
             return {}
         return {name: self.outside(name, shape) for name, shape in self._structure.weight_shapes(layer).items()}

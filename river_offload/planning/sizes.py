@@ -3,62 +3,42 @@
 from __future__ import annotations
 
 import torch
-from transformers import PretrainedConfig
 
 from policies.types import EmbedTier, ModelSizes
-from river_offload.config import QuantConfig
 from river_offload.planning.dry_run import Needs
-from river_offload.quant.kernels import choose
-from river_offload.quant.river import head_spec, river_bytes
+from river_offload.quant.precision import Precision
 from river_offload.store.layout import Layout
 from river_offload.structure import Structure
 
 
 def model_sizes(
-    structure: Structure,
-    needs: Needs,
-    *,
-    dtype: torch.dtype,
-    quant: QuantConfig,
-    head_bits: int,
-    device_type: str,
-    stored_dtype_bytes: int | None,
+    structure: Structure, needs: Needs, precision: Precision, *, stored_dtype_bytes: int | None
 ) -> ModelSizes:
     """Sizes of all parts, from the shapes of `structure` and what the dry run measured.
 
     Args:
-        stored_dtype_bytes: bytes per element of the checkpoint's tensors when they must be converted on the way to the
-            device (a streamed load then needs room for one matrix beside its slot), None when they are read as they are.
+        stored_dtype_bytes: bytes per element of the checkpoint's tensors when they must be converted on the way to
+            the device (a streamed load then needs room for one matrix beside its slot), None when they need not.
     """
-    layers = range(structure.num_layers)
+    layers, dtype, device_type = range(structure.num_layers), precision.dtype, precision.device_type
     outside = {name: _nbytes(shape, dtype) for name, shape in structure.outside().items() if name not in structure.tied}
     embed_bytes = outside.pop(structure.embedding_name)
-    head_name = structure.head_name
-    full_head_bytes = outside.pop(head_name, 0)
+    head = [name for name in outside if name.rpartition(".")[0] == structure.head_name.rpartition(".")[0]]
+    for name in head:
+        del outside[name]
     largest = max((torch.Size(s).numel() for i in layers for s in structure.weight_shapes(i).values()), default=0)
     return ModelSizes(
         backbone_bytes=tuple(Layout.of(structure.weight_shapes(i), dtype).nbytes for i in layers),
-        river_bytes=tuple(
-            river_bytes(structure.layers[i], quant.bits, quant.group_size, dtype=dtype, device_type=device_type)
-            for i in layers
-        ),
+        river_bytes=tuple(precision.river_bytes(structure.layers[i]) for i in layers),
         norm_bytes=tuple(sum(_nbytes(shape, dtype) for shape in structure.norm_shapes(i).values()) for i in layers),
         embed_bytes=embed_bytes,
-        head_bytes=full_head_bytes if head_bits == 16 else _quantized_bytes(structure, quant, head_bits, dtype, device_type),
+        head_bytes=precision.head_bytes(structure.head) if head else 0,
         other_bytes=sum(outside.values()) + _buffer_bytes(structure),
         kv_bytes=needs.kv_bytes,
         transient_bytes=needs.transient_bytes,
         embed_away_tier=_away_tier(structure, device_type),
         staging_bytes=largest * stored_dtype_bytes if stored_dtype_bytes and device_type == "cpu" else 0,
     )
-
-
-def _quantized_bytes(
-    structure: Structure, quant: QuantConfig, head_bits: int, dtype: torch.dtype, device_type: str
-) -> int:
-    spec = head_spec(structure.head, head_bits, quant.group_size, dtype, device_type)
-    bias = structure.head.out_features * dtype.itemsize if structure.head.bias is not None else 0
-    return choose(spec).kernel.nbytes(spec) + bias
 
 
 def _away_tier(structure: Structure, device_type: str) -> EmbedTier | None:

@@ -13,7 +13,6 @@ from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from river_offload.errors import UsageError
 from river_offload.quant.hqq import fitting, quantize_matrix
 from river_offload.quant.kernels import Choice, Kernel, MatrixSpec, choose
 from river_offload.quant.linear import RiverLinear
@@ -145,14 +144,6 @@ def river_bytes(
             total += chosen[name].kernel.nbytes(_spec(linear, bits, fit, dtype, device_type))
         total += 0 if linear.bias is None else linear.out_features * dtype.itemsize
     return total
-
-
-def head_spec(head: nn.Linear, bits: int, group: int, dtype: torch.dtype, device_type: str) -> MatrixSpec:
-    """The spec of an LM head that is quantized like a linear of the river. Raises UsageError when no group fits it."""
-    fit = fitting(_shape(head), group)
-    if fit.group is None:
-        raise UsageError(f"head_bits={bits} is not possible, use 16: lm_head: {fit.reason}")
-    return _spec(head, bits, fit.group, dtype, device_type)
 
 
 def _linears(layer: nn.Module) -> Iterator[tuple[str, nn.Linear]]:

@@ -36,9 +36,7 @@ class DiskTier:
         layouts: one layout per layer.
     """
 
-    def __init__(
-        self, checkpoint: TensorFiles, keys: Sequence[Mapping[str, str]], layouts: Sequence[Layout]
-    ) -> None:
+    def __init__(self, checkpoint: TensorFiles, keys: Sequence[Mapping[str, str]], layouts: Sequence[Layout]) -> None:
         self._checkpoint = checkpoint
         self._keys = keys
         self._layouts = layouts

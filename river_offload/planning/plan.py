@@ -1,0 +1,155 @@
+"""The plan of a load: everything that is known, checked and decided before the first weight is read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig, PretrainedConfig
+
+from policies.placement import place
+from policies.types import Mode, Placement, Refusal
+from river_offload.checkpoint.safetensors_files import Checkpoint
+from river_offload.checkpoint.source import resolve
+from river_offload.config import RiverConfig, check_mode, default_cache_dir, format_size
+from river_offload.errors import BudgetError, CheckpointError, UsageError
+from river_offload.memory.probes import free_device_bytes
+from river_offload.planning.dry_run import dry_run
+from river_offload.planning.sizes import model_sizes
+from river_offload.progress import Progress
+from river_offload.quant.hqq import fitting
+from river_offload.quant.kernels import ordered
+from river_offload.quant.precision import Precision
+from river_offload.structure import Structure, text_config
+
+
+@dataclass
+class Plan:
+    """All that is known before the first weight is read."""
+
+    config: RiverConfig
+    structure: Structure
+    checkpoint: Checkpoint
+    keys: Mapping[str, str]
+    directory: Path
+    placement: Placement
+    budget_source: str
+    device: torch.device
+    precision: Precision
+    cache_dir: Path
+
+
+def make_plan(config: RiverConfig, progress: Progress) -> Plan:
+    """Resolve and check the model, run it dry, and place it. Raises what `load` raises; the checkpoint stays open."""
+    device = _device(config)
+    cache_dir = config.cache_dir or default_cache_dir()
+    source = resolve(config.model, cache_dir=cache_dir, dtype=config.dtype, progress=progress)
+    checkpoint = Checkpoint.open(source.directory)
+    try:
+        model_config = _model_config(source.directory, config)
+        dtype = getattr(torch, checkpoint.dtype if config.dtype == "auto" else config.dtype)
+        structure = Structure.of(model_config, dtype, trust_remote_code=config.trust_remote_code)
+        modes = tuple(check_mode(text, structure.num_layers) for text in (config.mode, *config.also_modes))
+        _check_options(config, structure)
+        keys = checkpoint.check_keys(structure.expected(), structure.tied)
+        precision = Precision(
+            dtype=dtype,
+            bits=config.quant.bits,
+            group=config.quant.group_size,
+            head_bits=config.head_bits,
+            device_type=device.type,
+            kernels=ordered(cache_dir),
+        )
+        needs = dry_run(
+            model_config,
+            precision,
+            context=config.context,
+            batch=config.batch,
+            modes=modes,
+            trust_remote_code=config.trust_remote_code,
+        )
+        stored = _stored_dtype_bytes(checkpoint, structure, keys, dtype)
+        sizes = model_sizes(structure, needs, precision, stored_dtype_bytes=stored)
+        budget_bytes, budget_source = config.budget, "given"
+        if budget_bytes is None:
+            budget_bytes, budget_source = free_device_bytes(device)
+        placement = place(
+            sizes,
+            mode=modes[0],
+            also_modes=modes[1:],
+            min_exit=config.min_exit,
+            budget_bytes=budget_bytes,
+            slots=config.slots,
+        )
+        if isinstance(placement, Refusal):
+            raise _does_not_fit(placement, config)
+    except BaseException:
+        checkpoint.close()
+        raise
+    return Plan(
+        config, structure, checkpoint, keys, source.directory, placement, budget_source, device, precision, cache_dir
+    )
+
+
+def _device(config: RiverConfig) -> torch.device:
+    name = config.device
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(name)
+    if device.type == "cuda":
+        if not torch.cuda.is_available():
+            raise UsageError(f"device {name!r}: this torch has no GPU ({torch.__version__}); use device='cpu'")
+        device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
+    elif config.host_budget is not None:
+        raise UsageError("host_budget has no effect on CPU, where the device is RAM: give budget alone")
+    return device
+
+
+def _model_config(directory: Path, config: RiverConfig) -> PretrainedConfig:
+    try:
+        return text_config(AutoConfig.from_pretrained(directory, trust_remote_code=config.trust_remote_code))
+    except (OSError, ValueError, KeyError) as error:
+        raise CheckpointError(f"{directory / 'config.json'}: transformers cannot read it: {error}") from error
+
+
+def _check_options(config: RiverConfig, structure: Structure) -> None:
+    """Options that could not take effect on this model."""
+    if config.min_exit > structure.num_layers:
+        raise UsageError(f"min_exit is {config.min_exit}, the model has {structure.num_layers} layers")
+    if config.head_bits < 16:
+        head, wish = structure.head, f"head_bits={config.head_bits}"
+        if structure.head_name in structure.tied:
+            raise UsageError(f"{wish} has no effect: this model's head is its embedding (tied weights)")
+        if reason := fitting((head.out_features, head.in_features), config.quant.group_size).reason:
+            raise UsageError(
+                f"{wish} is not possible: in the LM head {reason}; use another group size, or head_bits=16"
+            )
+
+
+def _stored_dtype_bytes(
+    checkpoint: Checkpoint, structure: Structure, keys: Mapping[str, str], dtype: torch.dtype
+) -> int | None:
+    """Bytes per element on disk when any streamed matrix is stored in another dtype than it computes in."""
+    own = str(dtype).removeprefix("torch.")
+    stored = {
+        checkpoint.entries[keys[structure.full_name(i, name)]].dtype
+        for i in range(structure.num_layers)
+        for name in structure.weight_shapes(i)
+    }
+    other = stored - {own}
+    return max((getattr(torch, name).itemsize for name in other), default=None)
+
+
+def _does_not_fit(refusal: Refusal, config: RiverConfig) -> BudgetError:
+    largest_bytes = refusal.terms[refusal.largest_term]
+    advice = "; ".join(refusal.advice)
+    return BudgetError(
+        f"{config.model} does not fit a budget of {format_size(refusal.budget_bytes)}: it needs at least "
+        f"{format_size(refusal.needed_bytes)} ({refusal.needed_bytes} bytes) at a context of {config.context}, most of "
+        f"it {refusal.largest_term} ({format_size(largest_bytes)}). What would help: {advice}",
+        needed_bytes=refusal.needed_bytes,
+        budget_bytes=refusal.budget_bytes,
+        terms=dict(refusal.terms),
+    )
