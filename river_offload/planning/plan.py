@@ -10,7 +10,7 @@ import torch
 from transformers import AutoConfig, PretrainedConfig
 
 from policies.placement import place
-from policies.types import Mode, Placement, Refusal
+from policies.types import Placement, Refusal
 from river_offload.checkpoint.safetensors_files import Checkpoint
 from river_offload.checkpoint.source import resolve
 from river_offload.config import RiverConfig, check_mode, default_cache_dir, format_size

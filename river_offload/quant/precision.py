@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from river_offload.errors import UsageError
 from river_offload.quant.hqq import fitting, quantize_matrix
 from river_offload.quant.kernels import Choice, Kernel, MatrixSpec, choose
 from river_offload.quant.linear import RiverLinear
@@ -74,5 +75,8 @@ class Precision:
     def _head_spec(self, head: nn.Linear) -> MatrixSpec:
         fit = fitting((head.out_features, head.in_features), self.group)
         if fit.group is None:
-            raise ValueError(f"the LM head: {fit.reason}")
+            raise UsageError(
+                f"head_bits={self.head_bits} is not possible: the {head.in_features} input features of the LM head are a "
+                "multiple of no group of 32, 64 or 128; use head_bits=16"
+            )
         return MatrixSpec(head.out_features, head.in_features, self.head_bits, fit.group, self.dtype, self.device_type)
