@@ -123,11 +123,11 @@ def _give_cache(
         wanted = _DEFAULT_NEW_TOKENS if max_length is None else max(max_length - prompt_tokens, 1)
     total = prompt_tokens + wanted
     if total * rows > context * planned_rows:
-        each, planned = (f" in {n} rows" if n > 1 else "" for n in (rows, planned_rows))
+        each, planned = (f" in each of {n} rows" if n > 1 else "" for n in (rows, planned_rows))
+        remedy = f"a larger context{' or batch' if rows > 1 else ''}"
         raise ContextError(
-            f"{prompt_tokens} prompt tokens and up to {wanted} new ones{each} do not fit the planned context: "
-            f"{context} tokens{planned}. Load with a larger context{' or batch' if rows > 1 else ''}, or ask for fewer "
-            "new tokens"
+            f"{prompt_tokens} prompt tokens and up to {wanted} new ones{each} do not fit the planned context of "
+            f"{context}{planned}: load with {remedy}, or ask for fewer new tokens"
         )
     limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
     if limit is not None and prompt_tokens > limit:

@@ -76,7 +76,7 @@ class Precision:
         fit = fitting((head.out_features, head.in_features), self.group)
         if fit.group is None:
             raise UsageError(
-                f"head_bits={self.head_bits} is not possible: the {head.in_features} input features of the LM head are a "
+                f"head_bits={self.head_bits} is not possible: the {head.in_features} inputs of the LM head are a "
                 "multiple of no group of 32, 64 or 128; use head_bits=16"
             )
         return MatrixSpec(head.out_features, head.in_features, self.head_bits, fit.group, self.dtype, self.device_type)
