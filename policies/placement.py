@@ -108,7 +108,7 @@ def _cheaper_parts(smallest: Placement) -> list[str]:
     return [
         f"{remedies[name]} ({name}: {_percent(size_bytes, smallest)} of the need)"
         for name, size_bytes in terms
-        if size_bytes and name in remedies
+        if name in remedies and size_bytes > 0.01 * smallest.planned_bytes
     ]
 
 

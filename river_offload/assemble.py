@@ -210,11 +210,15 @@ def _open(flow: Flow, args: Sequence[object], kwargs: Mapping[str, object]) -> N
     cache = kwargs.get("cache", kwargs.get("past_key_values"))
     cached_tokens = int(cache.get_seq_length()) if cache is not None else 0  # type: ignore[attr-defined]
     batch, new_tokens = tokens.shape[:2]
+    if new_tokens == 1 and batch > 1 and cached_tokens and flow.closing_tokens and not tokens.is_floating_point():
+        real: torch.Tensor | None = ~torch.isin(tokens, torch.tensor(sorted(flow.closing_tokens), device=tokens.device))
+    else:
+        real = real_tokens(kwargs.get("attention_mask"), new_tokens, cached_tokens)
     flow.open(
         batch=batch,
         new_tokens=new_tokens,
         cached_tokens=cached_tokens,
-        real=real_tokens(kwargs.get("attention_mask"), new_tokens, cached_tokens),
+        real=real,
     )
 
 

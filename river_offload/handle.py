@@ -116,6 +116,10 @@ class River:
         """
         return SharedCache(self._model.config.get_text_config(decoder=True), max_tokens or self.config.context)
 
+    def ends_a_row(self, token_ids: frozenset[int]) -> None:
+        """The tokens after which a row of a batch is finished: a finished row has no say in the exit of the others."""
+        self._flow.closing_tokens = token_ids
+
     def device_bytes(self) -> int:
         """Bytes that weights, river, buffers and slots hold on the device now, counted from their storages."""
         return self._measure_device_bytes()

@@ -72,6 +72,8 @@ class Flow:
         self.rule = rule
         self.store = store
         self.trace = trace
+        self.closing_tokens: frozenset[int] = frozenset()
+        """End-of-sequence and padding ids of the generation under way: a row fed with one of them is finished."""
         self._passage: Passage | None = None
         self._opened_s = 0.0
         self._bytes_before = 0

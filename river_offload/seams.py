@@ -36,12 +36,12 @@ def install_seams(model: PreTrainedModel, river: River) -> None:
 def _metered_forward(model: PreTrainedModel, river: River) -> Any:
     """The model's forward, its allocations counted whenever a passage may rise higher than those before it.
 
-    Counting costs microseconds for every operator. So a passage is metered only if it has more tokens than every
-    metered one, or twice as many cached ones; else the figure of the smallest metered passage that covers it is taken.
+    Counting costs microseconds for every operator. So a passage is metered only when no metered one had as many tokens
+    and as many cached ones (to a power of two) and as dense a mask; else the least figure of those that had is taken.
     """
     plain = model.forward
     held_bytes = river.device_bytes()
-    risen_bytes: dict[tuple[int, int], int] = {}
+    risen_bytes: dict[tuple[int, int, bool], int] = {}
 
     @functools.wraps(plain)
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -50,8 +50,8 @@ def _metered_forward(model: PreTrainedModel, river: River) -> Any:
         new_tokens = tokens.shape[0] * tokens.shape[1] if isinstance(tokens, torch.Tensor) else 0
         cached_bytes = storage_bytes(cache_tensors(cache)) if isinstance(cache, Cache) else 0
         cached = int(cache.get_seq_length()) if isinstance(cache, Cache) else 0
-        size = (new_tokens, cached.bit_length())
-        covered = [rise for seen, rise in risen_bytes.items() if size[0] <= seen[0] and size[1] <= seen[1]]
+        size = (new_tokens, cached.bit_length(), _is_padded(kwargs.get("attention_mask")))
+        covered = [rise for seen, rise in risen_bytes.items() if all(a <= b for a, b in zip(size, seen, strict=True))]
         if covered:
             rise_bytes = min(covered)
             output = plain(*args, **kwargs)
@@ -64,6 +64,11 @@ def _metered_forward(model: PreTrainedModel, river: River) -> Any:
         return output
 
     return forward
+
+
+def _is_padded(mask: object) -> bool:
+    """Whether transformers makes a dense mask of it. Reading a 2-d mask waits for the device, as transformers does."""
+    return isinstance(mask, dict) or (isinstance(mask, torch.Tensor) and (mask.ndim > 2 or not bool(mask.all())))
 
 
 def _accounted_generate(model: PreTrainedModel, river: River) -> Any:
@@ -82,6 +87,7 @@ def _accounted_generate(model: PreTrainedModel, river: River) -> Any:
         if isinstance(prompt, torch.Tensor):
             _check_prompt(prompt)
             _give_cache(model, river, prompt, config, kwargs)
+        river.ends_a_row(_token_ids(_option("pad_token_id", config, kwargs), _option("eos_token_id", config, kwargs)))
         river.account = Account(
             prompt_tokens=prompt.shape[1] if isinstance(prompt, torch.Tensor) else 0,
             first_record=len(river.trace.records),
@@ -122,6 +128,11 @@ def _give_cache(
         max_length = _option("max_length", config, kwargs)
         wanted = _DEFAULT_NEW_TOKENS if max_length is None else max(max_length - prompt_tokens, 1)
     total = prompt_tokens + wanted
+    if rows > planned_rows and _is_padded(kwargs.get("attention_mask")):
+        raise ContextError(
+            f"{rows} padded rows need attention masks that were planned for {planned_rows} of them: load with "
+            f"batch={rows}, or generate rows of one length together"
+        )
     if total * rows > context * planned_rows:
         each, planned = (f" in each of {n} rows" if n > 1 else "" for n in (rows, planned_rows))
         remedy = f"a larger context{' or batch' if rows > 1 else ''}"
@@ -147,6 +158,12 @@ def _with_defaults(given: GenerationConfig | None, defaults: GenerationConfig) -
 def _option(name: str, config: GenerationConfig, kwargs: dict[str, Any]) -> Any:
     given = kwargs.get(name)
     return getattr(config, name, None) if given is None else given
+
+
+def _token_ids(*options: Any) -> frozenset[int]:
+    """The ids in options that hold one, a list of them, or nothing."""
+    flat = (torch.as_tensor(option).flatten().tolist() for option in options if option is not None)
+    return frozenset(token for tokens in flat for token in tokens)
 
 
 def _refusal(name: str) -> Any:

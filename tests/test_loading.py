@@ -50,7 +50,9 @@ def test_the_needed_bytes_of_a_refusal_are_exact_and_enough(
     for prompt in (1, 20, CONTEXT - 1):
         with StorageMeter() as meter:
             held_bytes = model.river.device_bytes()
-            output = model.generate(tokens(prompt, rows=rows), max_new_tokens=CONTEXT - prompt, do_sample=False)
+            ids = tokens(prompt, rows=rows)
+            mask = torch.ones_like(ids)
+            output = model.generate(ids, attention_mask=mask, max_new_tokens=CONTEXT - prompt, do_sample=False)
         assert output.shape == (rows, CONTEXT)
         report = model.river.report()
         assert 0 < report["peak_device_bytes"] <= report["budget_bytes"] == needed_bytes

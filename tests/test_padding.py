@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 import torch
 from families import tokens
+from transformers import LogitsProcessor, LogitsProcessorList
 
 from river_offload.assemble import real_tokens
+from river_offload.errors import ContextError
 
 LENGTHS = (12, 5, 9)
 PAD = 0
@@ -148,3 +150,38 @@ def test_masks_over_cached_tokens_speak_of_the_new_ones_only() -> None:
     assert torch.equal(four, REAL[:, 1:])
     assert real_tokens(None, new_tokens=4, cached_tokens=0) is None
     assert real_tokens(REAL.long(), new_tokens=1, cached_tokens=4) is None
+
+
+def test_rows_that_are_finished_have_no_say_in_the_exit(open_river: Callable[..., Any]) -> None:
+    model = open_river("llama", mode="exit", tau=0.0, batch=3)
+    rows = tokens(5, rows=3)
+    eos = 7
+    # Sequences are forced: the first row ends at once, the others never do.
+    forced = torch.tensor([[eos, 0, 0, 0], [11, 12, 13, 14], [21, 22, 23, 24]])
+    seen: list[list[list[bool]] | None] = []
+    plain = model.river._flow.open
+
+    def opened(*, real: torch.Tensor | None, **others: Any) -> Any:
+        seen.append(None if real is None else real.tolist())
+        return plain(real=real, **others)
+
+    class Force(LogitsProcessor):
+        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            chosen = forced[:, input_ids.shape[1] - 5]
+            return torch.full_like(scores, -1e9).scatter(1, chosen.unsqueeze(1), 0.0)
+
+    model.river._flow.open = opened
+    processors = LogitsProcessorList([Force()])
+    model.generate(
+        rows, max_new_tokens=4, do_sample=False, eos_token_id=eos, pad_token_id=0, logits_processor=processors
+    )
+    assert seen[1:] == [[[False], [True], [True]]] * 3
+
+
+def test_padded_rows_beyond_the_plan_are_refused(open_river: Callable[..., Any]) -> None:
+    model = open_river("llama", context=64)
+    mask = torch.ones(2, 9, dtype=torch.long)
+    assert model.generate(tokens(9, rows=2), attention_mask=mask, max_new_tokens=2).shape == (2, 11)
+    mask[0, :3] = 0
+    with pytest.raises(ContextError, match=r"2 padded rows .* load with batch=2"):
+        model.generate(tokens(9, rows=2), attention_mask=mask, max_new_tokens=2)

@@ -27,7 +27,7 @@ from river_offload.structure import Structure
 from river_offload.trace import Trace
 
 _COUNTERS_PER_ROW = 16
-"""64-bit numbers that generate keeps for each row beside its attention mask: is it finished, where is it."""
+"""64-bit numbers that generate keeps for each row beside its mask and its positions: is it finished, how long is it."""
 
 
 @dataclass(frozen=True)
@@ -156,7 +156,7 @@ class _FakeParts:
 def _step(model: Any, cache: SharedCache, batch: int, new_tokens: int, vocab_size: int) -> None:
     """One forward pass, with the tensors that generate holds on to, and what sampling does with its logits."""
     ids = torch.zeros((batch, new_tokens), dtype=torch.long)
-    kept_by_generate = torch.ones((batch, new_tokens + _COUNTERS_PER_ROW), dtype=torch.long)
+    kept_by_generate = torch.ones((batch, 2 * new_tokens + _COUNTERS_PER_ROW), dtype=torch.long)
     mask = None
     if batch > 1 and new_tokens > 1:  # rows of different length: padding makes transformers build a dense mask
         mask = torch.ones((batch, 1, new_tokens, new_tokens), dtype=torch.bool)

@@ -112,7 +112,7 @@ def test_embedding_leaves_the_device_to_make_room_for_layers() -> None:
 
 
 def test_refusal_names_the_largest_term_and_what_would_change_it() -> None:
-    refusal = refused(replace(SIZES, kv_bytes=5_000), 300)
+    refusal = refused(replace(SIZES, kv_bytes=1_000), 300)
     assert refusal.budget_bytes == 300
     assert refusal.largest_term == "kv"
     assert "context" in refusal.advice[0]
