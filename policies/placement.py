@@ -86,6 +86,7 @@ def _candidates(
                     "other": sizes.other_bytes,
                     "kv": sizes.kv_bytes,
                     "transient": sizes.transient_bytes,
+                    "loading": max(0, sizes.load_bytes - sizes.kv_bytes - sizes.transient_bytes) if river else 0,
                 },
             )
 

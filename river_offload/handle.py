@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from transformers import PreTrainedModel
 
 from policies.types import Mode, Placement
 from river_offload.config import RiverConfig, check_mode
-from river_offload.errors import ModeError, UsageError
+from river_offload.errors import ContextError, ModeError, UsageError
 from river_offload.kv.cache import SharedCache
 from river_offload.passage import Flow
 from river_offload.trace import PassageRecord, Trace
@@ -20,12 +21,13 @@ from river_offload.trace import PassageRecord, Trace
 
 @dataclass
 class Account:
-    """What the last generate did, filled while it runs."""
+    """What the last generate did, filled while it runs. Times in seconds."""
 
+    mode: str = ""
+    tau: float = 0.0
     prompt_tokens: int = 0
     new_tokens: int = 0
-    first_record: int = 0
-    load_s: float = 0.0
+    records: list[PassageRecord] = field(default_factory=list)
     seconds: float = 0.0
     peak_device_bytes: int = 0
 
@@ -60,6 +62,7 @@ class River:
         self.placement = placement
         self.notes = notes
         self.account = Account()
+        self.load_s = 0.0
         self._model = model
         self._flow = flow
         self._budget_source = budget_source
@@ -109,16 +112,34 @@ class River:
             self._flow.rule = before
 
     def new_cache(self, max_tokens: int | None = None) -> SharedCache:
-        """An empty KV cache to keep over several calls: pass it to `generate` as `past_key_values`.
+        """An empty KV cache to keep over several calls, as `past_key_values` of `generate`. The plan holds one.
 
         Args:
-            max_tokens: tokens per row; the planned context when not given.
+            max_tokens: tokens per row; the planned context when not given. Raises ContextError for more than that.
         """
-        return SharedCache(self._model.config.get_text_config(decoder=True), max_tokens or self.config.context)
+        capacity = self.config.context if max_tokens is None else max_tokens
+        if not 0 < capacity <= self.config.context:
+            raise ContextError(
+                f"a cache for {capacity} tokens was asked for, the plan holds 1 to {self.config.context}: "
+                "load with a larger context"
+            )
+        return SharedCache(self._model.config.get_text_config(decoder=True), capacity)
 
-    def ends_a_row(self, token_ids: frozenset[int]) -> None:
-        """The tokens after which a row of a batch is finished: a finished row has no say in the exit of the others."""
-        self._flow.closing_tokens = token_ids
+    @contextlib.contextmanager
+    def accounting(self, prompt_tokens: int, closing_tokens: frozenset[int]) -> Iterator[Account]:
+        """Account for what happens inside as one generate, whether it ends well or not.
+
+        Args:
+            closing_tokens: ids after which a row of a batch is finished and has no say in the exit of the others.
+        """
+        self.account = Account(self.mode, self.tau, prompt_tokens)
+        self._flow.generation, self._flow.closing_tokens = self.account.records, closing_tokens
+        started = time.perf_counter()
+        try:
+            yield self.account
+        finally:
+            self.account.seconds = time.perf_counter() - started
+            self._flow.generation, self._flow.closing_tokens = None, frozenset()
 
     def device_bytes(self) -> int:
         """Bytes that weights, river, buffers and slots hold on the device now, counted from their storages."""
@@ -131,23 +152,22 @@ class River:
         their mean without the prefill's (with it when there is no other). `peak_device_bytes` is what the weights hold
         plus the highest that caches and working memory rose to.
         """
-        account = self.account
-        records = self.trace.records[account.first_record :]
+        account, records = self.account, self.account.records
         depths = [record.depth for record in records]
         decode = [record for record in records if record.path == "decode"]
         prefill_s = sum(record.seconds for record in records if record.path == "prefill")
         generated = [record.depth for record in decode] or depths
         return {
             "prompt_tokens": account.prompt_tokens,
-            "new_tokens": account.new_tokens,
-            "mode": self.mode,
-            "tau": self.tau,
+            "new_tokens": account.new_tokens or len(records),
+            "mode": account.mode or self.mode,
+            "tau": account.tau if account.mode else self.tau,
             "num_layers": self.num_layers,
             "mean_depth": sum(generated) / len(generated) if generated else None,
             "depths": depths,
             "prefill_depth": _first(records, "prefill"),
             "seconds": {
-                "load": account.load_s,
+                "load": self.load_s,
                 "prefill": prefill_s,
                 "decode": max(account.seconds - prefill_s, 0.0),
             },
@@ -169,8 +189,10 @@ class River:
 
     def close(self) -> None:
         """Give back threads, files and slots. The model can no longer stream; calling it twice does nothing."""
-        self._flow.store.close()
-        self._on_close()
+        try:
+            self._flow.store.close()
+        finally:
+            self._on_close()
 
     def __enter__(self) -> River:
         return self

@@ -11,8 +11,7 @@ import torch
 from families import tokens
 from transformers import LogitsProcessor, LogitsProcessorList
 
-from river_offload.assemble import real_tokens
-from river_offload.errors import ContextError
+from river_offload.call import Call
 
 LENGTHS = (12, 5, 9)
 PAD = 0
@@ -124,6 +123,16 @@ def causal(real: torch.Tensor, window: int | None = None, keys: int | None = Non
     return torch.nn.functional.pad(allowed, (0, (keys or count) - count))
 
 
+def real_tokens(mask: Any, new_tokens: int, cached_tokens: int) -> torch.Tensor | None:
+    class Cached:
+        def get_seq_length(self) -> int:
+            return cached_tokens
+
+    rows = 3 if mask is None or isinstance(mask, dict) else len(mask)
+    ids = torch.ones(rows, new_tokens, dtype=torch.long)
+    return Call.of((ids,), {"attention_mask": mask, "past_key_values": Cached()}).real_tokens()
+
+
 @pytest.mark.parametrize("kind", ["2-d", "bool", "float", "static", "window", "dict", "sliding dict"])
 def test_real_tokens_are_found_in_every_kind_of_mask(kind: str) -> None:
     allowed = causal(REAL)
@@ -161,9 +170,10 @@ def test_rows_that_are_finished_have_no_say_in_the_exit(open_river: Callable[...
     seen: list[list[list[bool]] | None] = []
     plain = model.river._flow.open
 
-    def opened(*, real: torch.Tensor | None, **others: Any) -> Any:
-        seen.append(None if real is None else real.tolist())
-        return plain(real=real, **others)
+    def opened(call: Call) -> Any:
+        passage = plain(call)
+        seen.append(None if passage.real is None else passage.real.tolist())
+        return passage
 
     class Force(LogitsProcessor):
         def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
@@ -178,10 +188,14 @@ def test_rows_that_are_finished_have_no_say_in_the_exit(open_river: Callable[...
     assert seen[1:] == [[[False], [True], [True]]] * 3
 
 
-def test_padded_rows_beyond_the_plan_are_refused(open_river: Callable[..., Any]) -> None:
-    model = open_river("llama", context=64)
-    mask = torch.ones(2, 9, dtype=torch.long)
-    assert model.generate(tokens(9, rows=2), attention_mask=mask, max_new_tokens=2).shape == (2, 11)
-    mask[0, :3] = 0
-    with pytest.raises(ContextError, match=r"2 padded rows .* load with batch=2"):
-        model.generate(tokens(9, rows=2), attention_mask=mask, max_new_tokens=2)
+def test_padding_of_a_single_row_is_taken_off_and_put_back(pair: Callable[..., Any]) -> None:
+    model, plain = pair()
+    ids = torch.cat([torch.zeros(1, 4, dtype=torch.long), tokens(6)], dim=1)
+    mask = torch.tensor([[0] * 4 + [1] * 6])
+    found = model.generate(ids, attention_mask=mask, max_new_tokens=3, do_sample=False)
+    assert torch.equal(found, plain.generate(ids, attention_mask=mask, max_new_tokens=3, do_sample=False))
+    assert model.river.trace.records[0].new_tokens == 6
+    whole = model.generate(
+        ids, attention_mask=mask, max_new_tokens=3, do_sample=False, return_dict_in_generate=True, output_scores=True
+    )
+    assert torch.equal(whole.sequences, found)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
-from transformers import AutoConfig, PretrainedConfig
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PretrainedConfig
 
 from policies.placement import place
 from policies.types import Placement, Refusal
@@ -33,12 +35,13 @@ class Plan:
     structure: Structure
     checkpoint: Checkpoint
     keys: Mapping[str, str]
-    directory: Path
     placement: Placement
     budget_source: str
     device: torch.device
     precision: Precision
     cache_dir: Path
+    tokenizer: Any
+    generation_config: GenerationConfig | None
 
 
 def make_plan(config: RiverConfig, progress: Progress) -> Plan:
@@ -54,6 +57,8 @@ def make_plan(config: RiverConfig, progress: Progress) -> Plan:
         modes = tuple(check_mode(text, structure.num_layers) for text in (config.mode, *config.also_modes))
         _check_options(config, structure)
         keys = checkpoint.check_keys(structure.expected(), structure.tied)
+        tokenizer = _tokenizer(source.directory, config)
+        generation_config = _generation_config(source.directory)
         precision = Precision(
             dtype=dtype,
             bits=config.quant.bits,
@@ -89,7 +94,17 @@ def make_plan(config: RiverConfig, progress: Progress) -> Plan:
         checkpoint.close()
         raise
     return Plan(
-        config, structure, checkpoint, keys, source.directory, placement, budget_source, device, precision, cache_dir
+        config,
+        structure,
+        checkpoint,
+        keys,
+        placement,
+        budget_source,
+        device,
+        precision,
+        cache_dir,
+        tokenizer,
+        generation_config,
     )
 
 
@@ -112,6 +127,30 @@ def _model_config(directory: Path, config: RiverConfig) -> PretrainedConfig:
         return text_config(AutoConfig.from_pretrained(directory, trust_remote_code=config.trust_remote_code))
     except (OSError, ValueError, KeyError) as error:
         raise CheckpointError(f"{directory / 'config.json'}: transformers cannot read it: {error}") from error
+
+
+def _tokenizer(directory: Path, config: RiverConfig) -> Any:
+    """The tokenizer beside the checkpoint, None where there is none."""
+    if not any((directory / name).exists() for name in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")):
+        return None
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return AutoTokenizer.from_pretrained(directory, trust_remote_code=config.trust_remote_code)
+    except (OSError, ValueError, KeyError) as error:
+        raise CheckpointError(
+            f"{directory}: its tokenizer cannot be read ({error}). Download its files again."
+        ) from error
+
+
+def _generation_config(directory: Path) -> GenerationConfig | None:
+    """The generation defaults beside the checkpoint, None where there are none."""
+    if not (directory / "generation_config.json").exists():
+        return None
+    try:
+        return GenerationConfig.from_pretrained(directory)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{directory / 'generation_config.json'}: cannot be read: {error}") from error
 
 
 def _check_options(config: RiverConfig, structure: Structure) -> None:

@@ -21,7 +21,7 @@ SIZES = ModelSizes(
     staging_bytes=7,
 )
 EXIT = Mode("exit")
-TERMS = {"backbone", "slots", "staging", "river", "norms", "embedding", "head", "other", "kv", "transient"}
+TERMS = {"backbone", "slots", "staging", "river", "norms", "embedding", "head", "other", "kv", "transient", "loading"}
 
 
 def fits(sizes: ModelSizes, budget_bytes: int, mode: Mode = EXIT, min_exit: int = 1, **options: object) -> Placement:
@@ -53,6 +53,7 @@ def test_everything_fits_so_nothing_streams() -> None:
         "other": 5,
         "kv": 40,
         "transient": 20,
+        "loading": 0,
     }
 
 
@@ -158,6 +159,7 @@ def problems(draw: st.DrawFn) -> tuple[ModelSizes, dict[str, object]]:
         embed_away_tier=draw(st.sampled_from([None, "host", "disk"])),
         embed_away_bytes=draw(st.integers(0, 20)),
         staging_bytes=draw(amounts),
+        load_bytes=draw(st.integers(0, 900)),
     )
     options = {
         "mode": draw(modes),
