@@ -66,6 +66,8 @@ class ModelSizes:
     embed_bytes: int
     head_bytes: int
     """0 when the head is tied to the embedding."""
+    head_can_shrink: bool
+    """Whether a head of its own is there that fewer bits would make smaller."""
     other_bytes: int
     """Final norm, rotary tables, other buffers."""
     kv_bytes: int

@@ -16,6 +16,7 @@ from torch import nn
 from policies.exit import ExitRule
 from policies.types import Placement
 from river_offload.call import Call
+from river_offload.errors import UsageError
 from river_offload.kv.cache import SharedCache
 from river_offload.layer import RiverLayer
 from river_offload.passage import Flow
@@ -147,8 +148,9 @@ def _place_outside(structure: Structure, placement: Placement, parts: Parts, dev
 
 
 def _copy_sharing_norms(layer: nn.Module) -> nn.Module:
-    """A copy of the layer that has the very same parameters: the norms stay shared, the linears will be replaced."""
-    return copy.deepcopy(layer, memo={id(t): t for t in (*layer.parameters(), *layer.buffers())})
+    """A copy of the layer that has the very same parameters and config: norms stay shared, linears will be replaced."""
+    shared = [*layer.parameters(), *layer.buffers(), *(m.config for m in layer.modules() if hasattr(m, "config"))]
+    return copy.deepcopy(layer, memo={id(thing): thing for thing in shared})
 
 
 def _clear_weights(layer: nn.Module, names: Mapping[str, object]) -> None:
@@ -190,6 +192,8 @@ def _follow_passages(structure: Structure, flow: Flow) -> None:
         call = Call.of(args, kwargs)
         before = call.cache.mark() if isinstance(call.cache, SharedCache) else None
         completed = False
+        if not flow.lock.acquire(blocking=False):
+            raise UsageError("this model runs in another thread: one forward pass, and one generate, at a time")
         try:
             flow.open(call)
             output = plain(*args, **kwargs)
@@ -200,6 +204,7 @@ def _follow_passages(structure: Structure, flow: Flow) -> None:
                 assert isinstance(call.cache, SharedCache)
                 call.cache.back_to(before)
             flow.close(completed=completed)
+            flow.lock.release()
 
     decoder.forward = forward
 

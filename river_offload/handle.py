@@ -12,8 +12,8 @@ import torch
 from transformers import PreTrainedModel
 
 from policies.types import Mode, Placement
-from river_offload.config import RiverConfig, check_mode
-from river_offload.errors import ContextError, ModeError, UsageError
+from river_offload.config import RiverConfig, check_mode, check_option
+from river_offload.errors import ContextError, ModeError, UsageError, not_possible
 from river_offload.kv.cache import SharedCache
 from river_offload.passage import Flow
 from river_offload.trace import PassageRecord, Trace
@@ -85,7 +85,7 @@ class River:
 
     @mode.setter
     def mode(self, mode: str) -> None:
-        self._set(mode=mode)
+        self._set(mode=check_option("mode", mode))
 
     @property
     def tau(self) -> float:
@@ -94,7 +94,7 @@ class River:
 
     @tau.setter
     def tau(self, tau: float) -> None:
-        self._set(tau=tau)
+        self._set(tau=check_option("tau", tau))
 
     @property
     def min_exit(self) -> int:
@@ -105,7 +105,8 @@ class River:
     def using(self, *, mode: str | None = None, tau: float | None = None) -> Iterator[River]:
         """Other settings until the block ends, the old ones after it. Raises ModeError, UsageError."""
         before = self._flow.rule
-        self._set(mode=mode, tau=tau)
+        given = {"mode": mode, "tau": tau}
+        self._set(**{name: check_option(name, value) for name, value in given.items() if value is not None})
         try:
             yield self
         finally:
@@ -132,14 +133,22 @@ class River:
         Args:
             closing_tokens: ids after which a row of a batch is finished and has no say in the exit of the others.
         """
-        self.account = Account(self.mode, self.tau, prompt_tokens)
-        self._flow.generation, self._flow.closing_tokens = self.account.records, closing_tokens
+        if not self._flow.lock.acquire(blocking=False):
+            raise UsageError("this model generates in another thread: one generate at a time")
+        outer = self.account, self._flow.generation, self._flow.closing_tokens
+        account = self.account = Account(self.mode, self.tau, prompt_tokens)
+        self._flow.generation, self._flow.closing_tokens = account.records, closing_tokens
         started = time.perf_counter()
         try:
-            yield self.account
+            yield account
         finally:
-            self.account.seconds = time.perf_counter() - started
-            self._flow.generation, self._flow.closing_tokens = None, frozenset()
+            account.seconds = time.perf_counter() - started
+            if outer[1] is not None:  # one generate inside another, as assisted decoding does: the outer one goes on
+                outer[1].extend(account.records)
+                self.account, self._flow.generation, self._flow.closing_tokens = outer
+            else:
+                self._flow.generation, self._flow.closing_tokens = None, frozenset()
+            self._flow.lock.release()
 
     def device_bytes(self) -> int:
         """Bytes that weights, river, buffers and slots hold on the device now, counted from their storages."""
@@ -193,6 +202,9 @@ class River:
             self._flow.store.close()
         finally:
             self._on_close()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise not_possible("copying or pickling")
 
     def __enter__(self) -> River:
         return self

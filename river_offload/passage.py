@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 import time
 from dataclasses import dataclass, field
 
@@ -75,6 +76,8 @@ class Flow:
         self.rule = rule
         self.store = store
         self.trace = trace
+        self.lock = threading.RLock()
+        """Held during a forward pass and a generate: slots and passages belong to one thread at a time."""
         self.closing_tokens: frozenset[int] = frozenset()
         """End-of-sequence and padding ids of the generation under way: a row fed with one of them is finished."""
         self.generation: list[PassageRecord] | None = None

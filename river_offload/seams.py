@@ -11,18 +11,23 @@ from typing import Any
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, StaticCache
 
-from river_offload.errors import ContextError, UsageError
+from river_offload.errors import ContextError, UsageError, not_possible
 from river_offload.handle import River
 from river_offload.kv.cache import SharedCache, cache_argument
 from river_offload.metering import meter_forward
 
-_REFUSED = (
-    *("state_dict", "load_state_dict", "save_pretrained", "push_to_hub", "resize_token_embeddings", "compile"),
-    *("half", "float", "double", "bfloat16", "type", "cpu", "cuda", "xpu", "to_empty"),
-)
-"""What would hand out, overwrite or move tensors that are not all there."""
+_REFUSED = {
+    "state_dict": "state_dict()",
+    "load_state_dict": "load_state_dict()",
+    "save_pretrained": "save_pretrained()",
+    "push_to_hub": "push_to_hub()",
+    "resize_token_embeddings": "resize_token_embeddings()",
+    "_apply": "moving or converting",  # half, float, cuda, to_empty, share_memory all end there
+    "__reduce_ex__": "copying or pickling",
+    "__deepcopy__": "copying",
+}
 
 _DEFAULT_NEW_TOKENS = 20
 """What transformers generates when nobody says how much."""
@@ -34,8 +39,8 @@ def install_seams(model: PreTrainedModel, river: River) -> None:
     meter_forward(model, river)
     model.generate = _accounted_generate(model, river)
     for part in (model, model.get_decoder()):
-        for name in _REFUSED:
-            setattr(part, name, _refusal(name))
+        for name, what in _REFUSED.items():
+            setattr(part, name, _refusal(what))
         part.to = _move_nowhere(model)
 
 
@@ -54,7 +59,9 @@ def _accounted_generate(model: PreTrainedModel, river: River) -> Any:
         if inputs is None:
             inputs = kwargs.pop("input_ids", None)
         prompt = inputs if inputs is not None else kwargs.get("inputs_embeds")
-        if not isinstance(prompt, torch.Tensor) or prompt.shape[1] == 0:
+        if not isinstance(prompt, torch.Tensor) or prompt.ndim < 2:
+            raise UsageError(f"the prompt is a {type(prompt).__name__}: expected a tensor of ids [rows, tokens]")
+        if prompt.shape[1] == 0:
             raise UsageError("the prompt is empty: generation needs at least one token to start from")
         padding = _take_padding(inputs, kwargs)
         prompt = prompt[:, padding:]
@@ -115,6 +122,9 @@ def _give_cache(
             f"{rows} rows (prompts times beams or returned sequences) do not fit the {planned_rows} that memory was "
             f"planned for: load with batch={rows}"
         )
+    held = own.get_max_length() if isinstance(own, StaticCache) else 0
+    if held > context:
+        raise ContextError(f"a static cache of {held} tokens is more than the planned context of {context}: shorten it")
     limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
     if limit is not None and total > limit:
         raise ContextError(f"{asked} are more than the {limit} that the model attends to: shorten one of them")
@@ -141,12 +151,9 @@ def _token_ids(*options: Any) -> frozenset[int]:
     return frozenset(token for tokens in flat for token in tokens)
 
 
-def _refusal(name: str) -> Any:
+def _refusal(what: str) -> Any:
     def refuse(*_: Any, **__: Any) -> None:
-        raise UsageError(
-            f"{name}() is not possible on a loaded river model: its layers rest on several tiers, in two precisions. "
-            "Use the checkpoint it was loaded from, or load() again with other options"
-        )
+        raise not_possible(what)
 
     return refuse
 
@@ -159,7 +166,7 @@ def _move_nowhere(model: PreTrainedModel) -> Any:
         own = model.device
         elsewhere = device is not None and (device.type != own.type or device.index not in (None, own.index))
         if elsewhere or dtype not in (None, model.dtype):
-            _refusal("to")()
+            raise not_possible("to()")
         return model
 
     return to

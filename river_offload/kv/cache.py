@@ -54,6 +54,10 @@ class SharedLayer(DynamicLayer):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         assert self._key_buffer is not None and self._value_buffer is not None
+        if len(key_states) != len(self._key_buffer):
+            raise ContextError(
+                f"{len(key_states)} rows for a KV cache that holds {len(self._key_buffer)}: keep a cache for each batch"
+            )
         start = self.get_seq_length()
         end = start + key_states.shape[-2]
         if end > self.capacity:

@@ -34,6 +34,7 @@ def model_sizes(
         norm_bytes=tuple(sum(_nbytes(shape, dtype) for shape in structure.norm_shapes(i).values()) for i in layers),
         embed_bytes=embed_bytes,
         head_bytes=precision.head_bytes(structure.head) if head else 0,
+        head_can_shrink=bool(head) and precision.head_can_shrink(structure.head),
         other_bytes=sum(outside.values()) + _buffer_bytes(structure),
         kv_bytes=needs.kv_bytes,
         transient_bytes=needs.transient_bytes,

@@ -13,6 +13,7 @@ import os
 import shutil
 import struct
 import tempfile
+import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -28,6 +29,7 @@ T = TypeVar("T")
 
 FORMAT = 1  # of packing.py and of the files; anything else is rebuilt
 _SPARE_BYTES = 16 << 20  # left free on the disk for the manifest and for others
+_LEFT_AFTER_S = 3600
 _MAX_HEADER_BYTES = 1 << 20
 _DTYPES = {"U8": torch.uint8, "BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
@@ -77,6 +79,7 @@ class RiverCache:
         need_bytes = river_bytes + _SPARE_BYTES
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
+            self._sweep()
             free_bytes = shutil.disk_usage(self.directory).free
         except OSError as error:
             raise self._unwritable(error) from error
@@ -102,10 +105,17 @@ class RiverCache:
         except OSError as error:
             raise self._unwritable(error) from error
 
+    def _sweep(self) -> None:
+        """Delete what killed builds left. A file that is being written now is younger than an hour."""
+        for left in self.directory.glob(".*.*"):
+            with suppress(OSError):
+                if time.time() - left.stat().st_mtime > _LEFT_AFTER_S:
+                    left.unlink()
+
     def _unwritable(self, error: OSError) -> CacheError:
         return CacheError(
-            f"{self.directory}: the river cannot be cached ({error.strerror or error}), expected a folder that can be "
-            "written and has space. Make it so, or choose another folder with cache_dir."
+            f"{error.filename or self.directory}: the river cannot be cached ({error.strerror or error}), expected a "
+            "folder that can be written and has space. Make it so, or choose another folder with cache_dir."
         )
 
     def _path(self, layer: int) -> Path:

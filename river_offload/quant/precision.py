@@ -59,6 +59,10 @@ class Precision:
         spec = self._head_spec(head)
         return choose(spec, self.kernels).kernel.nbytes(spec) + bias_bytes
 
+    def head_can_shrink(self, head: nn.Linear) -> bool:
+        """Whether an LM head at full precision could be quantized."""
+        return self.head_bits == 16 and fitting((head.out_features, head.in_features), self.group).group is not None
+
     def quantized_head(self, head: nn.Linear, state: dict[str, torch.Tensor], device: torch.device) -> RiverLinear:
         """The LM head out of the state that `quantize_layer` made of it under the name "head"."""
         packed, scale, offset = (state[f"head.{part}"] for part in ("packed", "scale", "offset"))
