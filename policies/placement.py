@@ -106,11 +106,13 @@ def _cheaper_parts(smallest: Placement, sizes: ModelSizes) -> list[str]:
         remedies["head"] = "the head on 8 bits"
     if smallest.slots > 1:
         remedies["slots"] = "a single slot, which gives up reading ahead"
-    terms = sorted(smallest.terms.items(), key=lambda term: term[1], reverse=True)
+    shares: dict[str, int] = {}
+    for name, remedy in remedies.items():
+        shares[remedy] = shares.get(remedy, 0) + smallest.terms[name]
     return [
-        f"{remedies[name]} ({name}: {_percent(size_bytes, smallest)} of the need)"
-        for name, size_bytes in terms
-        if name in remedies and size_bytes > 0.01 * smallest.planned_bytes
+        f"{remedy} ({_percent(size_bytes, smallest)} of the need)"
+        for remedy, size_bytes in sorted(shares.items(), key=lambda share: share[1], reverse=True)
+        if size_bytes > 0.01 * smallest.planned_bytes
     ]
 
 
