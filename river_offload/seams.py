@@ -125,9 +125,6 @@ def _give_cache(
     held = own.get_max_length() if isinstance(own, StaticCache) else 0
     if held > context:
         raise ContextError(f"a static cache of {held} tokens is more than the planned context of {context}: shorten it")
-    limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-    if limit is not None and total > limit:
-        raise ContextError(f"{asked} are more than the {limit} that the model attends to: shorten one of them")
     transformers_own = _option("cache_implementation", config, kwargs) or _option("use_cache", config, kwargs) is False
     if own is None and not transformers_own:
         kwargs[name] = SharedCache(model.config.get_text_config(decoder=True), total)
