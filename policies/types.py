@@ -77,7 +77,7 @@ class ModelSizes:
     embed_away_bytes: int = 0
     """Device bytes it still costs when it rests there."""
     staging_bytes: int = 0
-    """Extra device bytes a streamed load needs beside its slot (conversion of dtype), 0 when read in place."""
+    """Extra device bytes that streaming needs beside its slots: buffers that files are read through."""
 
     def __post_init__(self) -> None:
         lengths = len(self.backbone_bytes), len(self.river_bytes), len(self.norm_bytes)

@@ -114,6 +114,11 @@ class RiverConfig:
     cache_dir: Path | None = None
     """None for `default_cache_dir()`."""
     slots: int = 2
+    prefetch: str = "next"
+    """What the link does ahead of need: nothing (`none`), the coming layers in order (`next`), or those that a
+    predictor of the exit holds for likely (`predicted`)."""
+    on_miss: str = "wait"
+    """What a passage does about a layer that is not there: `wait`, or `exit` to the river, in mode exit."""
     also_modes: tuple[str, ...] = ()
     """Further modes whose parts are kept, so that the loaded model can switch to them."""
     trust_remote_code: bool = False
@@ -136,6 +141,10 @@ class RiverConfig:
             raise _wrong("quant", self.quant, "a QuantConfig or a table")
         if not isinstance(self.device, str) or not re.fullmatch(r"auto|cpu|cuda(:[0-9]+)?", self.device):
             raise _wrong("device", self.device, "auto, cpu, cuda or cuda:N")
+        _require_one_of("prefetch", self.prefetch, ("none", "next", "predicted"))
+        _require_one_of("on_miss", self.on_miss, ("wait", "exit"))
+        if self.on_miss == "exit" and "exit" not in (self.mode, *self.also_modes):
+            raise UsageError(f"on_miss=exit has no effect in mode {self.mode}: only mode exit may leave earlier")
         _require_one_of("head_bits", self.head_bits, (16, 8, 4))
         _require_one_of("dtype", self.dtype, ("auto", "float32", "bfloat16", "float16"))
         if self.cache_dir is not None and not isinstance(self.cache_dir, Path):

@@ -7,7 +7,6 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedModel
 
 from policies.exit import ExitRule
@@ -17,17 +16,15 @@ from river_offload.handle import River, device_tensors
 from river_offload.memory.probes import return_freed_memory
 from river_offload.memory.storages import storage_bytes
 from river_offload.parts import CheckpointParts
+from river_offload.passage import Flow
 from river_offload.planning.plan import Plan, make_plan
 from river_offload.progress import Progress, Silent
 from river_offload.quant.cache import RiverCache
 from river_offload.quant.river import warn_of_misfits
 from river_offload.seams import install_seams
 from river_offload.store.layout import Layout
-from river_offload.store.link import Link
-from river_offload.store.link_cpu import CpuLink
-from river_offload.store.link_cuda import CudaLink
-from river_offload.store.slots import Slots
-from river_offload.store.tiers import DiskTier, HostTier
+from river_offload.store.tiers import DiskTier
+from river_offload.streaming import Streaming, open_streaming
 from river_offload.trace import Trace
 
 
@@ -47,6 +44,8 @@ def load(
     dtype: str = "auto",
     cache_dir: str | Path | None = None,
     slots: int = 2,
+    prefetch: str = "next",
+    on_miss: str = "wait",
     also_modes: tuple[str, ...] = (),
     trust_remote_code: bool = False,
     progress: Progress | None = None,
@@ -68,6 +67,8 @@ def load(
         dtype: "auto" computes in the checkpoint's own.
         cache_dir: where built rivers and unpacked GGUF files are kept.
         slots: device buffers that streamed layers pass through.
+        prefetch: "none", "next" (the coming layers, in order) or "predicted" (those a predictor holds for likely).
+        on_miss: "wait" for a layer that is not there, or "exit" to the river at once (in mode exit).
         also_modes: modes whose parts are built too, so that the loaded model can switch to them.
         trust_remote_code: run model code that comes with the checkpoint.
         progress: told about long work.
@@ -96,6 +97,8 @@ def load(
         dtype=dtype,
         cache_dir=cache_dir,
         slots=slots,
+        prefetch=prefetch,
+        on_miss=on_miss,
         also_modes=also_modes,
         trust_remote_code=trust_remote_code,
     )
@@ -118,16 +121,31 @@ def load_config(config: RiverConfig, progress: Progress | None = None) -> PreTra
 
 
 def _assemble(plan: Plan, progress: Progress) -> PreTrainedModel:
-    config, structure, placement = plan.config, plan.structure, plan.placement
+    structure = plan.structure
     layouts = [Layout.of(structure.weight_shapes(i), plan.precision.dtype) for i in range(structure.num_layers)]
     layer_keys = [
         {name: plan.keys[structure.full_name(i, name)] for name in structure.weight_shapes(i)}
         for i in range(structure.num_layers)
     ]
     disk = DiskTier(plan.checkpoint, layer_keys, layouts)
+    kernels = _kernel_report(plan)  # while the layers are still the model's own
+    streaming: Streaming | None = None
+    try:
+        streaming = open_streaming(plan, disk, layouts)
+        flow = _fill(plan, disk, streaming, progress)
+        return _handled(plan, flow, streaming, kernels)
+    except BaseException:
+        if streaming is not None and streaming.link is not None:
+            streaming.link.close()
+        disk.close()
+        raise
+
+
+def _fill(plan: Plan, disk: DiskTier, streaming: Streaming, progress: Progress) -> Flow:
+    """Read, quantize and place every layer."""
+    config, structure, placement = plan.config, plan.structure, plan.placement
     if placement.river_layers:
         warn_of_misfits(structure.layers[0], config.quant.group_size)
-    kernels = _kernel_report(plan)
     key = {"checkpoint": plan.checkpoint.fingerprint, "bits": config.quant.bits, "group_size": config.quant.group_size}
     parts = CheckpointParts(
         structure,
@@ -140,54 +158,52 @@ def _assemble(plan: Plan, progress: Progress) -> PreTrainedModel:
         device=plan.device,
         progress=progress,
     )
-    streamed = {
-        i: sum(plan.checkpoint.entries[k].nbytes for k in layer_keys[i].values()) for i in placement.streamed_layers
-    }
-    slots = Slots(
-        placement.slots, [layouts[i] if i in streamed else None for i in range(structure.num_layers)], plan.device
-    )
-    rule = ExitRule(placement.mode, config.tau, config.min_exit, structure.num_layers)
     progress.start("loading", structure.num_layers, "layers")
     try:
         flow = assemble(
             structure,
             placement,
             parts,
-            rule=rule,
+            rule=ExitRule(placement.mode, config.tau, config.min_exit, structure.num_layers),
             trace=Trace(structure.num_layers),
             device=plan.device,
-            slots=slots,
-            link=_link(plan, disk, slots, layouts),
-            streamed_bytes=streamed,
+            slots=streaming.slots,
+            link=streaming.link,
+            streamed_bytes=streaming.layer_bytes,
+            prefetcher=streaming.prefetcher,
+            on_miss="exit" if config.on_miss == "exit" else "wait",
         )
     finally:
         progress.finish()
-    model = structure.model
+    if streaming.link is None:
+        disk.close()  # all is read
+    return flow
+
+
+def _handled(plan: Plan, flow: Flow, streaming: Streaming, kernels: dict[str, Any]) -> PreTrainedModel:
+    """The model with its handle on it."""
+    model = plan.structure.model
     if (plan.directory / "generation_config.json").exists():
         model.generation_config = GenerationConfig.from_pretrained(plan.directory)
+
+    def device_bytes() -> int:
+        tensors = (*device_tensors(model), *streaming.slots.buffers)
+        return storage_bytes(tensors, plan.device) + streaming.held_bytes()
+
     river = River(
         model,
         flow,
-        tokenizer=_tokenizer(plan.directory, config),
-        config=config,
-        placement=placement,
+        tokenizer=_tokenizer(plan.directory, plan.config),
+        config=plan.config,
+        placement=plan.placement,
         budget_source=plan.budget_source,
         kernels=kernels,
         notes=plan.checkpoint.notes,
-        measure_device_bytes=lambda: storage_bytes((*device_tensors(model), *slots.buffers), plan.device),
+        measure_device_bytes=device_bytes,
         on_close=plan.checkpoint.close,
     )
     install_seams(model, river)
     return model
-
-
-def _link(plan: Plan, disk: DiskTier, slots: Slots, layouts: list[Layout]) -> Link | None:
-    if not plan.placement.streamed_layers:
-        return None
-    if plan.device.type == "cpu":
-        return CpuLink(disk, slots)
-    host = HostTier(disk, plan.placement.streamed_layers, layouts, pin=True)
-    return CudaLink(host, slots, plan.device, cuda=torch.cuda)
 
 
 def _kernel_report(plan: Plan) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -70,8 +70,8 @@ def make_plan(config: RiverConfig, progress: Progress) -> Plan:
             modes=modes,
             trust_remote_code=config.trust_remote_code,
         )
-        stored = _stored_dtype_bytes(checkpoint, structure, keys, dtype)
-        sizes = model_sizes(structure, needs, precision, stored_dtype_bytes=stored)
+        stored = (checkpoint.entries[key].nbytes for key in _layer_keys(structure, keys))
+        sizes = model_sizes(structure, needs, precision, largest_stored_bytes=max(stored, default=0))
         budget_bytes, budget_source = config.budget, "given"
         if budget_bytes is None:
             budget_bytes, budget_source = free_device_bytes(device)
@@ -128,18 +128,11 @@ def _check_options(config: RiverConfig, structure: Structure) -> None:
             )
 
 
-def _stored_dtype_bytes(
-    checkpoint: Checkpoint, structure: Structure, keys: Mapping[str, str], dtype: torch.dtype
-) -> int | None:
-    """Bytes per element on disk when any streamed matrix is stored in another dtype than it computes in."""
-    own = str(dtype).removeprefix("torch.")
-    stored = {
-        checkpoint.entries[keys[structure.full_name(i, name)]].dtype
-        for i in range(structure.num_layers)
-        for name in structure.weight_shapes(i)
-    }
-    other = stored - {own}
-    return max((getattr(torch, name).itemsize for name in other), default=None)
+def _layer_keys(structure: Structure, keys: Mapping[str, str]) -> Iterator[str]:
+    """The matrices of all layers, by their names in the checkpoint."""
+    for layer in range(structure.num_layers):
+        for name in structure.weight_shapes(layer):
+            yield keys[structure.full_name(layer, name)]
 
 
 def _does_not_fit(refusal: Refusal, config: RiverConfig) -> BudgetError:

@@ -26,10 +26,18 @@ from river_offload.store.files import BLOCK_BYTES, SourceFile
 THREADS = 4
 """Readers that keep an NVMe disk busy; more than 4 gain little."""
 PIECE_BYTES = 1 << 20
-_BUFFER_BYTES = PIECE_BYTES + 2 * BLOCK_BYTES
-"""A piece that starts and ends anywhere, and the rest of its first and last block."""
+"""What a thread reads at once, unless the largest tensor is smaller."""
 _SERIAL_ELEMENTS = 32_000
 """Torch converts this many elements in the calling thread. For more it wakes its own threads, which compute."""
+
+
+def reader_bytes(largest_bytes: int, threads: int = THREADS) -> int:
+    """Memory of a reader's buffers: each has room for a piece that starts and ends anywhere in a block of the disk."""
+    return threads * (_piece_bytes(largest_bytes) + 2 * BLOCK_BYTES)
+
+
+def _piece_bytes(largest_bytes: int) -> int:
+    return min(PIECE_BYTES, -(-largest_bytes // BLOCK_BYTES) * BLOCK_BYTES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +53,11 @@ class Span:
     target: torch.Tensor
     stored: torch.dtype
 
-    def pieces(self) -> Iterator[Piece]:
+    def pieces(self, piece_bytes: int) -> Iterator[Piece]:
         """Cut at whole pieces of the file, so that neighbours share no block of the disk."""
         item, start = self.stored.itemsize, 0
         while start < self.nbytes:
-            edge = ((self.offset + start) // PIECE_BYTES + 1) * PIECE_BYTES - self.offset
+            edge = ((self.offset + start) // piece_bytes + 1) * piece_bytes - self.offset
             stop = min(max(edge // item * item, start + item), self.nbytes)
             yield Piece(self, start, stop)
             start = stop
@@ -86,8 +94,8 @@ class Piece(NamedTuple):
 class _Buffer:
     """Page-aligned memory that one thread reads into."""
 
-    def __init__(self) -> None:
-        memory = mmap.mmap(-1, _BUFFER_BYTES)
+    def __init__(self, nbytes: int) -> None:
+        memory = mmap.mmap(-1, nbytes)
         self.memory = memoryview(memory)
         self.tensor = torch.frombuffer(memory, dtype=torch.uint8)
         self.address = self.tensor.data_ptr()
@@ -98,43 +106,49 @@ class Ticket:
 
     Args:
         spans: where from and where to.
-        after: a ticket that writes to the same place: this one starts when that has landed, whatever became of it.
+        after: tickets that write to the same place: this one starts when they write no more, whatever became of them.
     """
 
-    def __init__(self, spans: Sequence[Span], *, after: Ticket | None = None) -> None:
+    def __init__(self, spans: Sequence[Span], *, after: Sequence[Ticket] = ()) -> None:
         self.nbytes = sum(span.nbytes for span in spans)
         self.started_bytes = 0
         """Of pieces that a thread has taken up: their place is not what it was any more."""
         self.landed_bytes = 0
         self.error: LinkError | None = None
-        pieces = (piece for span in spans for piece in span.pieces())
-        self._pieces: Iterator[Piece] | None = pieces if self.nbytes else None
+        self.cancelled = False
+        self._spans: Sequence[Span] = spans
+        self._pieces: Iterator[Piece] | None = None
+        self._more = self.nbytes > 0
         self._after = after
         self._flying = 0
 
     @property
     def done(self) -> bool:
         """Nothing is written for it any more: it has landed, failed or been called off."""
-        return self._pieces is None and self._flying == 0
+        return not self._more and self._flying == 0
 
-    def _stop(self, error: LinkError | None) -> None:
-        self._pieces = None
+    def _stop(self, error: LinkError | None = None) -> None:
+        """Start no more pieces, and let go of the memory they would have gone to."""
+        self._more, self._spans, self._pieces = False, (), None
         if self.error is None:
             self.error = error
 
     def _blocked(self) -> bool:
-        if self._after is not None and self._after.done:
-            self._after = None  # or every ticket would keep all before it alive
-        return self._after is not None and self._pieces is not None
+        self._after = [ticket for ticket in self._after if not ticket.done]  # or each would keep all before it alive
+        return self._more and bool(self._after)
 
-    def _take(self) -> Piece | None:
+    def _take(self, piece_bytes: int) -> Piece | None:
         """The next piece; None when none is left."""
-        piece = None if self._pieces is None else next(self._pieces, None)
-        if piece is None:
-            self._pieces = None
+        if not self._more:
             return None
-        self._flying += 1
-        self.started_bytes += piece.nbytes
+        if self._pieces is None:
+            self._pieces = (piece for span in self._spans for piece in span.pieces(piece_bytes))
+        piece = next(self._pieces, None)
+        if piece is None:
+            self._stop()
+        else:
+            self._flying += 1
+            self.started_bytes += piece.nbytes
         return piece
 
 
@@ -143,13 +157,12 @@ class Reader:
 
     Args:
         threads: how many read at once.
-
-    Attributes:
-        nbytes: memory of the buffers once the threads run.
+        largest_bytes: of the ranges to read, if that is known.
     """
 
-    def __init__(self, threads: int = THREADS) -> None:
-        self.nbytes = threads * _BUFFER_BYTES
+    def __init__(self, threads: int = THREADS, largest_bytes: int = PIECE_BYTES) -> None:
+        self._buffers_bytes = reader_bytes(largest_bytes, threads)
+        self._piece_bytes = _piece_bytes(largest_bytes)
         self._wanted = threads
         self._threads: list[threading.Thread] = []
         self._changed = threading.Condition()
@@ -159,6 +172,11 @@ class Reader:
         self._moved_bytes = 0
         self._busy_s = 0.0
         self._busy_since_s = 0.0
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of the buffers, whether or not the threads have started; none once it is closed."""
+        return 0 if self._closed else self._buffers_bytes
 
     def submit(self, ticket: Ticket, *, urgent: bool = False) -> None:
         """Begin to read. Raises LinkError after `close()`."""
@@ -185,7 +203,9 @@ class Reader:
     def cancel(self, ticket: Ticket) -> int:
         """Call off what has not started, at once; the bytes that had. What is under way still lands."""
         with self._changed:
-            ticket._stop(LinkError("the read was called off") if not ticket.done else None)
+            if not ticket.done:
+                ticket.cancelled = True
+                ticket._stop(LinkError("the read was called off"))
             self._changed.notify_all()
             return ticket.started_bytes
 
@@ -218,7 +238,7 @@ class Reader:
         """A thread's life. One that ends before its time leaves nobody waiting."""
         try:
             with torch.inference_mode():  # or a slot that was made in this mode could not be written to
-                buffer = _Buffer()
+                buffer = _Buffer(self._buffers_bytes // self._wanted)
                 while (work := self._next()) is not None:
                     self._bring(*work, buffer)
         finally:
@@ -254,7 +274,7 @@ class Reader:
     def _take(self) -> tuple[Ticket, Piece] | None:
         for lane in self._lanes:
             while lane and not lane[0]._blocked():
-                if (piece := lane[0]._take()) is not None:
+                if (piece := lane[0]._take(self._piece_bytes)) is not None:
                     return lane[0], piece
                 lane.popleft()
         return None
@@ -269,7 +289,7 @@ class Reader:
                 ticket.landed_bytes += piece.nbytes
                 self._moved_bytes += piece.nbytes
                 if ticket.landed_bytes == ticket.nbytes:
-                    ticket._pieces = None
+                    ticket._stop()
             else:
                 ticket._stop(failure)
             if ticket.done:

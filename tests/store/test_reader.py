@@ -169,7 +169,7 @@ def test_a_ticket_starts_when_the_one_before_it_has_landed(reader: Reader, path:
     first = Ticket([span(source, 0, 3 * PIECE_BYTES)])
     reader.submit(first)
     until(lambda: len(source.offsets) == 3)
-    second = Ticket([span(source, 8, 8)], after=first)
+    second = Ticket([span(source, 8, 8)], after=[first])
     reader.submit(second, urgent=True)
     reader.cancel(first)
     source.gate.release(2)
