@@ -99,7 +99,7 @@ class RiverConfig:
     budget: int | None = None
     """Device bytes; None for what the device has free."""
     host_budget: int | None = None
-    """Bytes of main memory for layers that wait there; None for what the machine has free."""
+    """Bytes of main memory for layers that wait there, the others stay on disk; None for what the machine has free."""
     context: int = 4096
     """Tokens the KV cache is planned for, prompt and new ones together."""
     batch: int = 1
@@ -128,9 +128,10 @@ class RiverConfig:
             raise _wrong("model", self.model, "a directory, a .gguf file, a hub id or demo")
         for name in ("context", "batch", "min_exit", "slots"):
             _require_positive(name, getattr(self, name))
-        for name in ("budget", "host_budget"):
-            if getattr(self, name) is not None:
-                _require_positive(name, getattr(self, name))
+        if self.budget is not None:
+            _require_positive("budget", self.budget)
+        if self.host_budget not in (None, 0):  # 0: all of them on disk
+            _require_positive("host_budget", self.host_budget)
         if isinstance(self.tau, bool) or not isinstance(self.tau, (int, float)) or not math.isfinite(self.tau):
             raise _wrong("tau", self.tau, "a finite number")
         if not isinstance(self.also_modes, tuple):

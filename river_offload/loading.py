@@ -55,7 +55,8 @@ def load(
     Args:
         model: a directory of safetensors, a .gguf file, a hub id, or "demo".
         budget: device bytes for everything: weights, river, KV, working memory ("8GiB"); None for what is free now.
-        host_budget: bytes of pinned host memory for the deep layers of a GPU model; None for what is free now.
+        host_budget: bytes of pinned host memory for the deep layers of a GPU model, those beyond it are streamed from
+            disk; None for what is free now.
         context: tokens per row that the KV cache and the working memory are planned for.
         batch: rows planned for.
         mode: "exit", "backbone", "quantized" or "fixed:D".
@@ -190,6 +191,13 @@ def _handled(plan: Plan, flow: Flow, streaming: Streaming, kernels: dict[str, An
         tensors = (*device_tensors(model), *streaming.slots.buffers)
         return storage_bytes(tensors, plan.device) + streaming.held_bytes()
 
+    def host_bytes() -> dict[str, int]:
+        memory = streaming.memory
+        return {
+            "pinned_bytes": memory.pinned_bytes if memory else 0,
+            "pageable_bytes": memory.pageable_bytes if memory else 0,
+        }
+
     river = River(
         model,
         flow,
@@ -200,6 +208,7 @@ def _handled(plan: Plan, flow: Flow, streaming: Streaming, kernels: dict[str, An
         kernels=kernels,
         notes=plan.checkpoint.notes,
         measure_device_bytes=device_bytes,
+        host_bytes=host_bytes,
         on_close=plan.checkpoint.close,
     )
     install_seams(model, river)

@@ -135,7 +135,7 @@ def load_tiny(directory: Path, **options: Any) -> Any:
 def budget_for(directory: Path, resident: int, **options: Any) -> int:
     """The smallest budget, in bytes, that keeps `resident` backbone layers on the device and streams the others."""
     refused = _refusal(directory, tuple(options.items()))
-    return refused.needed_bytes + resident * refused.terms["slots"] // 2
+    return refused.needed_bytes + resident * refused.terms["slots"] // options.get("slots", 2)
 
 
 @cache

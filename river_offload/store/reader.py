@@ -9,7 +9,6 @@ write to the same place) starts when that has landed.
 from __future__ import annotations
 
 import ctypes
-import mmap
 import sys
 import threading
 import time
@@ -22,6 +21,7 @@ import torch
 
 from river_offload.errors import LinkError
 from river_offload.store.files import BLOCK_BYTES, SourceFile
+from river_offload.store.pinned import page_aligned
 
 THREADS = 4
 """Readers that keep an NVMe disk busy; more than 4 gain little."""
@@ -95,9 +95,8 @@ class _Buffer:
     """Page-aligned memory that one thread reads into."""
 
     def __init__(self, nbytes: int) -> None:
-        memory = mmap.mmap(-1, nbytes)
-        self.memory = memoryview(memory)
-        self.tensor = torch.frombuffer(memory, dtype=torch.uint8)
+        self.tensor = page_aligned(nbytes)
+        self.memory = self.tensor.numpy().data
         self.address = self.tensor.data_ptr()
 
 
@@ -182,6 +181,7 @@ class Reader:
         """Begin to read. Raises LinkError after `close()`."""
         with self._changed:
             if self._closed:
+                ticket._stop(LinkError("the reader is closed: load the model again"))
                 raise LinkError("the reader is closed: load the model again")
             self._lanes[0 if urgent else 1].append(ticket)
             self._hire()

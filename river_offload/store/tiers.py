@@ -10,6 +10,7 @@ import torch
 
 from river_offload.store.files import SourceFile
 from river_offload.store.layout import Layout
+from river_offload.store.pinned import HostMemory
 from river_offload.store.reader import Reader, Span, Ticket
 
 
@@ -107,24 +108,34 @@ class DiskTier:
 
 
 class HostTier:
-    """Layers held in host memory, pinned where the platform allows it, one flat buffer each.
+    """Layers held in host memory, one flat buffer each.
 
     Args:
-        layers: the layers to hold; they are read from `disk` here.
-        pin: ask for page-locked memory, which the copy engine of a GPU reads directly.
+        disk: they are read from there, straight into their buffers.
+        layers: the layers to hold.
+        layouts: one layout per layer.
+        memory: gives the buffers; closed with the tier.
+
+    Raises LinkError when a layer cannot be read.
     """
 
-    def __init__(self, disk: DiskTier, layers: Sequence[int], layouts: Sequence[Layout], *, pin: bool) -> None:
+    def __init__(self, disk: DiskTier, layers: Sequence[int], layouts: Sequence[Layout], memory: HostMemory) -> None:
+        self.memory = memory
         self._buffers: dict[int, torch.Tensor] = {}
         for layer in layers:
-            buffer = torch.empty(layouts[layer].nbytes, dtype=torch.uint8, pin_memory=pin)
-            disk.read(layer, buffer)
+            buffer = memory.allocate(layouts[layer].nbytes)
             self._buffers[layer] = buffer
+            disk.read(layer, buffer)
 
-    def buffer(self, layer: int) -> torch.Tensor:
-        """The layer's bytes: uint8, CPU."""
-        return self._buffers[layer]
+    def buffer(self, layer: int) -> torch.Tensor | None:
+        """The layer's bytes: uint8, CPU; None when it is not held."""
+        return self._buffers.get(layer)
 
     @property
     def nbytes(self) -> int:
         return sum(buffer.nbytes for buffer in self._buffers.values())
+
+    def close(self) -> None:
+        """Give the memory back; no copy from it may be under way."""
+        self._buffers.clear()
+        self.memory.close()

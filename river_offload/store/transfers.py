@@ -53,7 +53,7 @@ class Transfers:
     def poll(self) -> None:
         """Put down what has arrived."""
         while self.queue and self.link.ready(self.queue[0].slot):
-            self._arrived(self.queue[0])
+            self._settle(self.queue[0])
 
     def present(self, layer: int) -> bool:
         """Are the layer's bytes all there?"""
@@ -82,7 +82,7 @@ class Transfers:
         """Call a fetch of the queue off. The newest into its slot: cancel a queue from its end."""
         fetch = next(f for f in reversed(self.queue) if (f.layer, f.slot) == (layer, slot))
         if self.link.ready(slot):
-            self._arrived(fetch)
+            self._settle(fetch)
             return
         share = self.link.cancel(slot)
         if share >= 1.0 and not self.link.abortable:
@@ -115,7 +115,9 @@ class Transfers:
                 self.queue.remove(fetch)
             raise
         if fetch is not None:
-            self._arrived(fetch)
+            before = self.queue[: self.queue.index(fetch)]
+            for other in (*(earlier for earlier in before if earlier.slot == slot), fetch):
+                self._arrived(other)  # those into one slot arrive in order
         self.in_use.add(slot)
         self._used[slot] = True
         return slot, waited_s
@@ -133,6 +135,15 @@ class Transfers:
         for fetch in reversed(tuple(self.queue)):
             self.cancel(fetch.layer, fetch.slot)
         self.poll()
+
+    def _settle(self, fetch: Fetch) -> None:
+        """One that is done has arrived, or failed before anybody needed it: then it will be tried again in time."""
+        try:
+            self.link.wait(fetch.slot)
+        except LinkError:
+            self.queue.remove(fetch)
+        else:
+            self._arrived(fetch)
 
     def _arrived(self, fetch: Fetch) -> None:
         self.queue.remove(fetch)
