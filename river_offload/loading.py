@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-import warnings
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer, GenerationConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from policies.exit import ExitRule
 from river_offload.assemble import assemble
@@ -114,78 +114,56 @@ def load_config(config: RiverConfig, progress: Progress | None = None) -> PreTra
     try:
         model = _assemble(plan, progress)
     except BaseException:
+        progress.finish()
         plan.checkpoint.close()
         raise
     return_freed_memory()  # what quantization and reading used
-    model.river.account.load_s = time.perf_counter() - started
+    model.river.load_s = time.perf_counter() - started
     return model
 
 
 def _assemble(plan: Plan, progress: Progress) -> PreTrainedModel:
     structure = plan.structure
-    layouts = [Layout.of(structure.weight_shapes(i), plan.precision.dtype) for i in range(structure.num_layers)]
-    layer_keys = [
-        {name: plan.keys[structure.full_name(i, name)] for name in structure.weight_shapes(i)}
-        for i in range(structure.num_layers)
-    ]
-    disk = DiskTier(plan.checkpoint, layer_keys, layouts)
+    layers = range(structure.num_layers)
+    layouts = [Layout.of(structure.weight_shapes(i), plan.precision.dtype) for i in layers]
+    keys = [{name: plan.keys[structure.full_name(i, name)] for name in structure.weight_shapes(i)} for i in layers]
     kernels = _kernel_report(plan)  # while the layers are still the model's own
-    streaming: Streaming | None = None
-    try:
+    with contextlib.ExitStack() as undo:
+        disk = DiskTier(plan.checkpoint, keys, layouts)
+        undo.callback(disk.close)
         streaming = open_streaming(plan, disk, layouts)
+        if streaming.link is not None:
+            undo.callback(streaming.link.close)
         flow = _fill(plan, disk, streaming, progress)
-        return _handled(plan, flow, streaming, kernels)
-    except BaseException:
-        if streaming is not None and streaming.link is not None:
-            streaming.link.close()
-        disk.close()
-        raise
+        if streaming.link is None:
+            disk.close()  # all is read
+        undo.pop_all()
+    return _handled(plan, flow, streaming, kernels)
 
 
 def _fill(plan: Plan, disk: DiskTier, streaming: Streaming, progress: Progress) -> Flow:
     """Read, quantize and place every layer."""
     config, structure, placement = plan.config, plan.structure, plan.placement
-    if placement.river_layers:
-        warn_of_misfits(structure.layers[0], config.quant.group_size)
-    key = {"checkpoint": plan.checkpoint.fingerprint, "bits": config.quant.bits, "group_size": config.quant.group_size}
-    parts = CheckpointParts(
+    return assemble(
         structure,
         placement,
-        plan.checkpoint,
-        plan.keys,
-        disk,
-        RiverCache(plan.cache_dir, key),
-        plan.precision,
+        _parts(plan, disk, progress),
+        rule=ExitRule(placement.mode, config.tau, config.min_exit, structure.num_layers),
+        trace=Trace(structure.num_layers),
         device=plan.device,
-        progress=progress,
+        slots=streaming.slots,
+        link=streaming.link,
+        streamed_bytes=streaming.layer_bytes,
+        prefetcher=streaming.prefetcher,
+        on_miss="exit" if config.on_miss == "exit" else "wait",
     )
-    progress.start("loading", structure.num_layers, "layers")
-    try:
-        flow = assemble(
-            structure,
-            placement,
-            parts,
-            rule=ExitRule(placement.mode, config.tau, config.min_exit, structure.num_layers),
-            trace=Trace(structure.num_layers),
-            device=plan.device,
-            slots=streaming.slots,
-            link=streaming.link,
-            streamed_bytes=streaming.layer_bytes,
-            prefetcher=streaming.prefetcher,
-            on_miss="exit" if config.on_miss == "exit" else "wait",
-        )
-    finally:
-        progress.finish()
-    if streaming.link is None:
-        disk.close()  # all is read
-    return flow
 
 
 def _handled(plan: Plan, flow: Flow, streaming: Streaming, kernels: dict[str, Any]) -> PreTrainedModel:
     """The model with its handle on it."""
     model = plan.structure.model
-    if (plan.directory / "generation_config.json").exists():
-        model.generation_config = GenerationConfig.from_pretrained(plan.directory)
+    if plan.generation_config is not None:
+        model.generation_config = plan.generation_config
 
     def device_bytes() -> int:
         tensors = (*device_tensors(model), *streaming.slots.buffers)
@@ -201,7 +179,7 @@ def _handled(plan: Plan, flow: Flow, streaming: Streaming, kernels: dict[str, An
     river = River(
         model,
         flow,
-        tokenizer=_tokenizer(plan.directory, plan.config),
+        tokenizer=plan.tokenizer,
         config=plan.config,
         placement=plan.placement,
         budget_source=plan.budget_source,
@@ -213,6 +191,31 @@ def _handled(plan: Plan, flow: Flow, streaming: Streaming, kernels: dict[str, An
     )
     install_seams(model, river)
     return model
+
+
+def _parts(plan: Plan, disk: DiskTier, progress: Progress) -> CheckpointParts:
+    """The model's parts, with the caches of what is quantized once; the missing rest must fit on their disk."""
+    structure, quant = plan.structure, plan.config.quant
+    key = {"checkpoint": plan.checkpoint.fingerprint, "group_size": quant.group_size}
+    cache = RiverCache(plan.cache_dir, key | {"bits": quant.bits})
+    missing = [i for i in plan.placement.river_layers if not cache.has_layer(i)]
+    if missing:
+        cache.reserve(sum(plan.precision.river_bytes(structure.layers[i]) for i in missing))
+    if plan.placement.river_layers:
+        warn_of_misfits([structure.layers[i] for i in plan.placement.river_layers], quant.group_size)
+    return CheckpointParts(
+        structure,
+        plan.placement,
+        plan.checkpoint,
+        plan.keys,
+        disk,
+        cache,
+        RiverCache(plan.cache_dir, key | {"bits": plan.precision.head_bits, "part": "head"}),
+        plan.precision,
+        device=plan.device,
+        progress=progress,
+        label="building the river, once" if missing else "loading",
+    )
 
 
 def _kernel_report(plan: Plan) -> dict[str, Any]:
@@ -227,11 +230,3 @@ def _kernel_report(plan: Plan) -> dict[str, Any]:
             name: {"kernel": choice.kernel.name, "declined": dict(choice.declined)} for name, choice in found.items()
         },
     }
-
-
-def _tokenizer(directory: Path, config: RiverConfig) -> Any:
-    if not any((directory / name).exists() for name in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")):
-        return None
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return AutoTokenizer.from_pretrained(directory, trust_remote_code=config.trust_remote_code)

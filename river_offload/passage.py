@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 import time
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
@@ -11,6 +12,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from policies.exit import ExitRule
+from river_offload.call import Call
 from river_offload.store.store import Store
 from river_offload.trace import PassageRecord, Trace
 
@@ -71,6 +73,8 @@ class Passage:
     """Top-1 minus top-2 probability of the token that it continues from, where known."""
     exit_depth: int | None = None
     """Backbone layers run before the exit; None while on the backbone."""
+    path: str = "prefill"
+    """"prefill" or "decode"."""
     signals: list[float] = field(default_factory=list)
 
     def on_river(self, depth: int) -> bool:
@@ -106,6 +110,12 @@ class Flow:
         self.store = store
         self.trace = trace
         self.on_miss = on_miss
+        self.lock = threading.RLock()
+        """Held during a forward pass and a generate: slots and passages belong to one thread at a time."""
+        self.closing_tokens: frozenset[int] = frozenset()
+        """End-of-sequence and padding ids of the generation under way: a row fed with one of them is finished."""
+        self.generation: list[PassageRecord] | None = None
+        """Records of the generation under way, for its account; None outside of one."""
         self._passage: Passage | None = None
         self._margin: torch.Tensor | None = None
         self._opened_s = 0.0
@@ -117,21 +127,35 @@ class Flow:
         assert self._passage is not None, "a RiverLayer ran outside a forward pass of its model"
         return self._passage
 
-    def open(self, *, batch: int, new_tokens: int, cached_tokens: int, real: torch.Tensor | None) -> Passage:
-        """Begin a forward pass under the rule in force."""
-        if self._passage is not None:
-            self.close(completed=False)  # torch runs no closing hook after a Ctrl-C
-        rule = self.rule
-        margin = None if self._margin is None or not cached_tokens else self._margin.item()
-        first = rule.first_depth_on_river()
-        self._passage = Passage(rule, batch, new_tokens, cached_tokens, real, margin, exit_depth=first)
+    def open(self, call: Call) -> Passage:
+        """Begin the forward pass of a call of the decoder, under the rule in force."""
+        if self._passage is not None or self.store.lends:
+            self.store.broken_off()  # an interrupt came between the end of the last pass and its close
+        rule, cached_tokens = self.rule, call.cached_tokens
+        self._passage = Passage(
+            rule,
+            call.rows,
+            call.new_tokens,
+            cached_tokens,
+            call.real_tokens(self.closing_tokens),
+            margin=None if self._margin is None or not cached_tokens else self._margin.item(),
+            exit_depth=rule.first_depth_on_river(),
+            path=self._path(call),
+        )
         self._opened_s = time.perf_counter()
         self._before = _Counters.of(self.store)
         known_depth = None if rule.mode.kind == "exit" else _depth(self._passage)
-        self.store.opened(new_tokens, margin, known_depth, rule.tau)
-        if first == 0:
+        self.store.opened(call.new_tokens, self._passage.margin, known_depth, rule.tau)
+        if self._passage.exit_depth == 0:
             self.store.left(0)
         return self._passage
+
+    def _path(self, call: Call) -> str:
+        """A generation begins with its prompt, which may come in pieces; a call outside one is judged by its size."""
+        if self.generation is None:
+            return "prefill" if call.new_tokens > 1 or not call.cached_tokens else "decode"
+        in_pieces = call.new_tokens > 1 and call.cache is not None
+        return "prefill" if not self.generation or in_pieces else "decode"
 
     def takes_river(self, depth: int) -> bool:
         """Which way through the layer at `depth`? Here a passage leaves that would have to wait and need not."""
@@ -161,32 +185,31 @@ class Flow:
     def close(self, *, completed: bool) -> None:
         """End the forward pass; one that failed or was interrupted leaves no record."""
         passage, self._passage = self._passage, None
-        if passage is None:
-            return
-        if not completed:
+        if passage is None or not completed:
             self.store.broken_off()
             return
         depth = _depth(passage)
         self.store.passed(passage.rule.num_layers - depth)
         done = _Counters.of(self.store)
-        self.trace.append(
-            PassageRecord(
-                index=len(self.trace.records),
-                new_tokens=passage.new_tokens,
-                batch=passage.batch,
-                cached_tokens=passage.cached_tokens,
-                path="decode" if passage.new_tokens == 1 and passage.cached_tokens else "prefill",
-                mode=str(passage.rule.mode),
-                depth=depth,
-                signals=passage.signals,
-                wait_s=done.wait_s - self._before.wait_s,
-                bytes_streamed=done.bytes_streamed - self._before.bytes_streamed,
-                seconds=time.perf_counter() - self._opened_s,
-                margin=passage.margin,
-                misses=done.misses - self._before.misses,
-                wasted_bytes=done.wasted_bytes - self._before.wasted_bytes,
-            )
+        record = PassageRecord(
+            index=len(self.trace.records),
+            new_tokens=passage.new_tokens,
+            batch=passage.batch,
+            cached_tokens=passage.cached_tokens,
+            path=passage.path,
+            mode=str(passage.rule.mode),
+            depth=depth,
+            signals=passage.signals,
+            wait_s=done.wait_s - self._before.wait_s,
+            bytes_streamed=done.bytes_streamed - self._before.bytes_streamed,
+            seconds=time.perf_counter() - self._opened_s,
+            margin=passage.margin,
+            misses=done.misses - self._before.misses,
+            wasted_bytes=done.wasted_bytes - self._before.wasted_bytes,
         )
+        self.trace.append(record)
+        if self.generation is not None:
+            self.generation.append(record)
 
 
 class _Counters(NamedTuple):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-# Before anything imports torch: tiny matrices gain nothing from threads, and on a busy machine they wait for each other.
+# Before torch is imported: tiny matrices gain nothing from threads, which on a busy machine wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 if TYPE_CHECKING:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +24,7 @@ from transformers import (
 )
 
 from river_offload import RiverConfig, load_config
-from river_offload.errors import BudgetError, CheckpointError, UnsupportedError, UsageError
+from river_offload.errors import BudgetError, CacheError, CheckpointError, UnsupportedError, UsageError
 
 
 @pytest.mark.parametrize(
@@ -125,15 +127,17 @@ def test_weights_of_another_model_are_refused_before_any_work(checkpoint: Callab
 
 
 def test_a_failed_load_closes_the_checkpoint(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
-    import os
-
-    before = len(os.listdir("/proc/self/fd"))
-    with pytest.raises(BudgetError):
-        load_tiny(checkpoint("llama"), budget=1)
+    directory = tmp_path / "model"
+    shutil.copytree(checkpoint("llama"), directory)
     blocked = tmp_path / "file"
     blocked.write_text("not a folder")
-    from river_offload.errors import CacheError
-
-    with pytest.raises(CacheError):
-        load_tiny(checkpoint("llama"), cache_dir=blocked)
-    assert len(os.listdir("/proc/self/fd")) == before
+    for options, error in (
+        ({"budget": 1}, BudgetError),
+        ({"mode": "fixed:9"}, UsageError),
+        ({"cache_dir": blocked}, CacheError),
+    ):
+        with pytest.raises(error):
+            load_tiny(directory, **options)
+    gc.collect()
+    still_open = [os.path.realpath(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")]
+    assert not any(path.startswith(str(directory)) for path in still_open)

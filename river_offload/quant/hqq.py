@@ -20,6 +20,8 @@ from river_offload.errors import CheckpointError
 from river_offload.quant.packing import SCALE_DTYPE, QuantizedMatrix, pack
 
 GROUPS = (128, 64, 32)
+HQQ_BYTES_PER_COLUMN = 20 * 64
+"""Temporaries of one block of rows: five float32 copies of it."""
 _MAX_INVERSE_SCALE = 2e4  # hqq.core.quantize.Quantizer.quantize clamps there
 _COMFORTABLE_RANGE = 0.125  # where a narrow group is moved to: the range of an ordinary trained group
 

@@ -98,11 +98,12 @@ class Store:
         """The computation with the layer has been issued; its slot may be used anew."""
         if self._transfers is None or depth not in self._lent:
             return
-        slot = self._lent.pop(depth)
+        slot = self._lent[depth]
         _unbind(self._backbone[depth], self._slots.parameters(depth, slot))
         if self._slots.poison_on_release:
             self._slots.poison(slot)
         self._transfers.release(slot, forget=self._slots.poison_on_release)
+        del self._lent[depth]  # last: what an interrupt cuts short is done again by broken_off
 
     def opened(self, new_tokens: int, margin: float | None, known_depth: int | None, tau: float) -> None:
         """A passage begins: its new tokens a row, the last token's margin, and its depth if its mode fixes that."""
@@ -123,6 +124,11 @@ class Store:
         """The passage is over, after so many layers on the river."""
         if self._prefetcher is not None:
             self._prefetcher.closed(river_layers)
+
+    @property
+    def lends(self) -> bool:
+        """Is a streamed layer lent, or its slot taken? Between passages none is."""
+        return bool(self._lent) or (self._transfers is not None and bool(self._transfers.in_use))
 
     def broken_off(self) -> None:
         """The passage failed or was interrupted, at any point: take back what is lent, call off what is on its way."""
