@@ -81,7 +81,7 @@ class ModelSizes:
     load_bytes: int = 0
     """Beside what is placed, while the last layer is loaded: before the cache, slots and working memory are in use."""
     staging_bytes: int = 0
-    """Extra device bytes a streamed load needs beside its slot (conversion of dtype), 0 when read in place."""
+    """Extra device bytes that streaming needs beside its slots: buffers that files are read through."""
 
     def __post_init__(self) -> None:
         lengths = len(self.backbone_bytes), len(self.river_bytes), len(self.norm_bytes)

@@ -19,8 +19,9 @@ from river_offload.call import Call
 from river_offload.errors import UsageError
 from river_offload.kv.cache import SharedCache
 from river_offload.layer import RiverLayer
-from river_offload.passage import Flow
+from river_offload.passage import Flow, OnMiss
 from river_offload.store.link import Link
+from river_offload.store.prefetcher import Prefetcher
 from river_offload.store.slots import Slots
 from river_offload.store.store import Store
 from river_offload.structure import Structure
@@ -61,12 +62,16 @@ def assemble(
     slots: Slots,
     link: Link | None,
     streamed_bytes: Mapping[int, int],
+    prefetcher: Prefetcher | None,
+    on_miss: OnMiss = "wait",
 ) -> Flow:
     """Fill `structure.model` in place and put a RiverLayer at every depth; returns the flow its passages go through.
 
     Args:
         streamed_bytes: bytes that a fetch of each streamed layer moves.
         slots, link: what streamed layers come through; an empty Slots and None when nothing is streamed.
+        prefetcher: decides what the link does; None when nothing is streamed.
+        on_miss: what a passage does about a layer that is not there.
     """
     _place_outside(structure, placement, parts, device)
     backbone: dict[int, nn.Module] = {}
@@ -84,12 +89,13 @@ def assemble(
             river[depth] = river_layer
         if depth in needed:
             backbone[depth] = layer
-    store = Store(backbone, streamed_bytes, slots, link)
-    flow = Flow(rule, store, trace)
+    store = Store(backbone, streamed_bytes, slots, link, prefetcher)
+    flow = Flow(rule, store, trace, on_miss=on_miss)
     for depth in range(structure.num_layers):
         structure.layers[depth] = RiverLayer(depth, backbone.get(depth), river.get(depth), flow)
     _follow_passages(structure, flow)
     _pack_head_input(structure.model)
+    _hear_the_head(structure.model, flow)
     return flow
 
 
@@ -220,3 +226,12 @@ def _pack_head_input(model: nn.Module) -> None:
         return (args[0].clone(memory_format=torch.contiguous_format), *args[1:])
 
     model.get_output_embeddings().register_forward_pre_hook(pack)  # type: ignore[operator]
+
+
+def _hear_the_head(model: nn.Module, flow: Flow) -> None:
+    """Tell the flow how sure the model is of its next token: what the next passage's depth is guessed from."""
+
+    def spoke(_: nn.Module, __: object, logits: torch.Tensor) -> None:
+        flow.spoke(logits)
+
+    model.get_output_embeddings().register_forward_hook(spoke)  # type: ignore[operator]

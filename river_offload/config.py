@@ -101,7 +101,7 @@ class RiverConfig:
     budget: int | None = None
     """Device bytes; None for what the device has free."""
     host_budget: int | None = None
-    """Bytes of main memory for layers that wait there; None for what the machine has free."""
+    """Bytes of main memory for layers that wait there, the others stay on disk; None for what the machine has free."""
     context: int = 4096
     """Tokens the KV cache is planned for, prompt and new ones together."""
     batch: int = 1
@@ -116,6 +116,11 @@ class RiverConfig:
     cache_dir: Path | None = None
     """None for `default_cache_dir()`."""
     slots: int = 2
+    prefetch: str = "next"
+    """What the link does ahead of need: nothing (`none`), the coming layers in order (`next`), or those that a
+    predictor of the exit holds for likely (`predicted`)."""
+    on_miss: str = "wait"
+    """What a passage does about a layer that is not there: `wait`, or `exit` to the river, in mode exit."""
     also_modes: tuple[str, ...] = ()
     """Further modes whose parts are kept, so that the loaded model can switch to them."""
     trust_remote_code: bool = False
@@ -127,9 +132,10 @@ class RiverConfig:
             _require_positive(name, getattr(self, name))
         if self.context > _MOST_TOKENS:
             raise _wrong("context", self.context, f"at most {_MOST_TOKENS} tokens")
-        for name in ("budget", "host_budget"):
-            if getattr(self, name) is not None:
-                _require_positive(name, getattr(self, name))
+        if self.budget is not None:
+            _require_positive("budget", self.budget)
+        if self.host_budget not in (None, 0):  # 0: all of them on disk
+            _require_positive("host_budget", self.host_budget)
         check_option("tau", self.tau)
         if not isinstance(self.also_modes, tuple):
             raise _wrong("also_modes", self.also_modes, "a list of modes")
@@ -139,6 +145,10 @@ class RiverConfig:
             raise _wrong("quant", self.quant, "a QuantConfig or a table")
         if not isinstance(self.device, str) or not re.fullmatch(r"auto|cpu|cuda(:[0-9]+)?", self.device):
             raise _wrong("device", self.device, "auto, cpu, cuda or cuda:N")
+        _require_one_of("prefetch", self.prefetch, ("none", "next", "predicted"))
+        _require_one_of("on_miss", self.on_miss, ("wait", "exit"))
+        if self.on_miss == "exit" and "exit" not in (self.mode, *self.also_modes):
+            raise UsageError(f"on_miss=exit has no effect in mode {self.mode}: only mode exit may leave earlier")
         _require_one_of("head_bits", self.head_bits, (16, 8, 4))
         _require_one_of("dtype", self.dtype, ("auto", "float32", "bfloat16", "float16"))
         if self.cache_dir is not None and not isinstance(self.cache_dir, Path):

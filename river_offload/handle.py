@@ -55,6 +55,7 @@ class River:
         kernels: dict[str, Any],
         notes: list[str],
         measure_device_bytes: Callable[[], int],
+        host_bytes: Callable[[], dict[str, int]],
         on_close: Callable[[], None],
     ) -> None:
         self.tokenizer = tokenizer
@@ -68,6 +69,7 @@ class River:
         self._budget_source = budget_source
         self._kernels = kernels
         self._measure_device_bytes = measure_device_bytes
+        self._host_bytes = host_bytes
         self._on_close = on_close
 
     @property
@@ -159,7 +161,8 @@ class River:
 
         `depths` has the depth of the passage that made each new token, the first being the prefill's; `mean_depth` is
         their mean without the prefill's (with it when there is no other). `peak_device_bytes` is what the weights hold
-        plus the highest that caches and working memory rose to.
+        plus the highest that caches and working memory rose to. `host` tells how much of the host memory of a GPU's
+        layers is pinned; `misses` counts layers that were needed and not there, `wait_s` the time that cost.
         """
         account, records = self.account, self.account.records
         depths = [record.depth for record in records]
@@ -183,6 +186,9 @@ class River:
             "tokens_per_s": account.new_tokens / account.seconds if account.seconds else None,
             "bytes_streamed": sum(record.bytes_streamed for record in records),
             "wait_s": sum(record.wait_s for record in records),
+            "misses": sum(record.misses for record in records),
+            "wasted_bytes": sum(record.wasted_bytes for record in records),
+            "host": self._host_bytes(),
             "peak_device_bytes": account.peak_device_bytes,
             "budget_bytes": self.placement.budget_bytes,
             "budget_source": self._budget_source,

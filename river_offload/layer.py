@@ -33,13 +33,12 @@ class RiverLayer(nn.Module):
 
     def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """hidden_states [batch, tokens, hidden]; all else passes through untouched to whichever copy runs."""
-        passage = self._flow.passage
-        if passage.on_river(self.depth):
+        if self._flow.takes_river(self.depth):
             assert self.river is not None
             return self.river(hidden_states, *args, **kwargs)
         with self._flow.store.hold(self.depth) as backbone:
             output = backbone(hidden_states, *args, **kwargs)
-        passage.observe(self.depth + 1, hidden_states, _state(output))
+        self._flow.ran(self.depth + 1, hidden_states, _state(output))
         return output
 
     def __reduce_ex__(self, protocol: Any) -> Any:

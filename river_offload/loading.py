@@ -7,7 +7,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import PreTrainedModel
 
 from policies.exit import ExitRule
@@ -17,17 +16,15 @@ from river_offload.handle import River, device_tensors
 from river_offload.memory.probes import return_freed_memory
 from river_offload.memory.storages import storage_bytes
 from river_offload.parts import CheckpointParts
+from river_offload.passage import Flow
 from river_offload.planning.plan import Plan, make_plan
 from river_offload.progress import Progress, Silent
 from river_offload.quant.cache import RiverCache
 from river_offload.quant.river import warn_of_misfits
 from river_offload.seams import install_seams
 from river_offload.store.layout import Layout
-from river_offload.store.link import Link
-from river_offload.store.link_cpu import CpuLink
-from river_offload.store.link_cuda import CudaLink
-from river_offload.store.slots import Slots
-from river_offload.store.tiers import DiskTier, HostTier
+from river_offload.store.tiers import DiskTier
+from river_offload.streaming import Streaming, open_streaming
 from river_offload.trace import Trace
 
 
@@ -47,6 +44,8 @@ def load(
     dtype: str = "auto",
     cache_dir: str | Path | None = None,
     slots: int = 2,
+    prefetch: str = "next",
+    on_miss: str = "wait",
     also_modes: tuple[str, ...] = (),
     trust_remote_code: bool = False,
     progress: Progress | None = None,
@@ -56,7 +55,8 @@ def load(
     Args:
         model: a directory of safetensors, a .gguf file, a hub id, or "demo".
         budget: device bytes for everything: weights, river, KV, working memory ("8GiB"); None for what is free now.
-        host_budget: bytes of pinned host memory for the deep layers of a GPU model; None for what is free now.
+        host_budget: bytes of pinned host memory for the deep layers of a GPU model, those beyond it are streamed from
+            disk; None for what is free now.
         context: tokens per row that the KV cache and the working memory are planned for.
         batch: rows planned for.
         mode: "exit", "backbone", "quantized" or "fixed:D".
@@ -68,6 +68,8 @@ def load(
         dtype: "auto" computes in the checkpoint's own.
         cache_dir: where built rivers and unpacked GGUF files are kept.
         slots: device buffers that streamed layers pass through.
+        prefetch: "none", "next" (the coming layers, in order) or "predicted" (those a predictor holds for likely).
+        on_miss: "wait" for a layer that is not there, or "exit" to the river at once (in mode exit).
         also_modes: modes whose parts are built too, so that the loaded model can switch to them.
         trust_remote_code: run model code that comes with the checkpoint.
         progress: told about long work.
@@ -96,6 +98,8 @@ def load(
         dtype=dtype,
         cache_dir=cache_dir,
         slots=slots,
+        prefetch=prefetch,
+        on_miss=on_miss,
         also_modes=also_modes,
         trust_remote_code=trust_remote_code,
     )
@@ -119,44 +123,70 @@ def load_config(config: RiverConfig, progress: Progress | None = None) -> PreTra
 
 
 def _assemble(plan: Plan, progress: Progress) -> PreTrainedModel:
-    config, structure, placement = plan.config, plan.structure, plan.placement
+    structure = plan.structure
     layers = range(structure.num_layers)
     layouts = [Layout.of(structure.weight_shapes(i), plan.precision.dtype) for i in layers]
     keys = [{name: plan.keys[structure.full_name(i, name)] for name in structure.weight_shapes(i)} for i in layers]
-    disk = DiskTier(plan.checkpoint, keys, layouts)
-    streamed = {i: sum(plan.checkpoint.entries[k].nbytes for k in keys[i].values()) for i in placement.streamed_layers}
-    slots = Slots(placement.slots, [layouts[i] if i in streamed else None for i in layers], plan.device)
-    kernels = _kernel_report(plan)
-    parts = _parts(plan, disk, progress)
+    kernels = _kernel_report(plan)  # while the layers are still the model's own
     with contextlib.ExitStack() as undo:
-        link = _link(plan, disk, slots, layouts)
-        if link is not None:
-            undo.callback(link.close)
-        flow = assemble(
-            structure,
-            placement,
-            parts,
-            rule=ExitRule(placement.mode, config.tau, config.min_exit, structure.num_layers),
-            trace=Trace(structure.num_layers),
-            device=plan.device,
-            slots=slots,
-            link=link,
-            streamed_bytes=streamed,
-        )
+        disk = DiskTier(plan.checkpoint, keys, layouts)
+        undo.callback(disk.close)
+        streaming = open_streaming(plan, disk, layouts)
+        if streaming.link is not None:
+            undo.callback(streaming.link.close)
+        flow = _fill(plan, disk, streaming, progress)
+        if streaming.link is None:
+            disk.close()  # all is read
         undo.pop_all()
-    model = structure.model
+    return _handled(plan, flow, streaming, kernels)
+
+
+def _fill(plan: Plan, disk: DiskTier, streaming: Streaming, progress: Progress) -> Flow:
+    """Read, quantize and place every layer."""
+    config, structure, placement = plan.config, plan.structure, plan.placement
+    return assemble(
+        structure,
+        placement,
+        _parts(plan, disk, progress),
+        rule=ExitRule(placement.mode, config.tau, config.min_exit, structure.num_layers),
+        trace=Trace(structure.num_layers),
+        device=plan.device,
+        slots=streaming.slots,
+        link=streaming.link,
+        streamed_bytes=streaming.layer_bytes,
+        prefetcher=streaming.prefetcher,
+        on_miss="exit" if config.on_miss == "exit" else "wait",
+    )
+
+
+def _handled(plan: Plan, flow: Flow, streaming: Streaming, kernels: dict[str, Any]) -> PreTrainedModel:
+    """The model with its handle on it."""
+    model = plan.structure.model
     if plan.generation_config is not None:
         model.generation_config = plan.generation_config
+
+    def device_bytes() -> int:
+        tensors = (*device_tensors(model), *streaming.slots.buffers)
+        return storage_bytes(tensors, plan.device) + streaming.held_bytes()
+
+    def host_bytes() -> dict[str, int]:
+        memory = streaming.memory
+        return {
+            "pinned_bytes": memory.pinned_bytes if memory else 0,
+            "pageable_bytes": memory.pageable_bytes if memory else 0,
+        }
+
     river = River(
         model,
         flow,
         tokenizer=plan.tokenizer,
-        config=config,
-        placement=placement,
+        config=plan.config,
+        placement=plan.placement,
         budget_source=plan.budget_source,
         kernels=kernels,
         notes=plan.checkpoint.notes,
-        measure_device_bytes=lambda: storage_bytes((*device_tensors(model), *slots.buffers), plan.device),
+        measure_device_bytes=device_bytes,
+        host_bytes=host_bytes,
         on_close=plan.checkpoint.close,
     )
     install_seams(model, river)
@@ -186,15 +216,6 @@ def _parts(plan: Plan, disk: DiskTier, progress: Progress) -> CheckpointParts:
         progress=progress,
         label="building the river, once" if missing else "loading",
     )
-
-
-def _link(plan: Plan, disk: DiskTier, slots: Slots, layouts: list[Layout]) -> Link | None:
-    if not plan.placement.streamed_layers:
-        return None
-    if plan.device.type == "cpu":
-        return CpuLink(disk, slots)
-    host = HostTier(disk, plan.placement.streamed_layers, layouts, pin=True)
-    return CudaLink(host, slots, plan.device, cuda=torch.cuda)
 
 
 def _kernel_report(plan: Plan) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import math
 import threading
 import time
 from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -17,6 +18,9 @@ from river_offload.trace import PassageRecord, Trace
 
 SIGNAL_CHUNK_TOKENS = 256
 """Tokens compared at once: bounds the float32 copies of a long prompt's states."""
+
+OnMiss = Literal["wait", "exit"]
+"""What a passage does that needs a layer which is not there: wait for it, or leave for the river where it may."""
 
 
 def exit_signal(entering: torch.Tensor, leaving: torch.Tensor, real: torch.Tensor | None = None) -> float:
@@ -40,6 +44,21 @@ def exit_signal(entering: torch.Tensor, leaving: torch.Tensor, real: torch.Tenso
     return math.nan if isinstance(least, FakeTensor) else least.item()
 
 
+def least_margin(logits: torch.Tensor) -> torch.Tensor | None:
+    """How sure the model is of its next token: the smallest, over the rows, of top-1 minus top-2 probability.
+
+    Args:
+        logits: [batch, tokens, vocabulary]; the last token counts.
+
+    Returns:
+        A float32 scalar on the device, so that nothing waits for it yet. Fake tensors have none.
+    """
+    last = logits[:, -1].float()
+    likely = (last.topk(2).values - last.logsumexp(-1, keepdim=True)).exp()
+    margin = (likely[:, 0] - likely[:, 1]).min()
+    return None if isinstance(margin, FakeTensor) else margin
+
+
 @dataclass
 class Passage:
     """What is known about one forward pass while it runs."""
@@ -50,6 +69,8 @@ class Passage:
     cached_tokens: int
     real: torch.Tensor | None = None
     """bool [batch, new_tokens], False at padding; None when every token is real."""
+    margin: float | None = None
+    """Top-1 minus top-2 probability of the token that it continues from, where known."""
     exit_depth: int | None = None
     """Backbone layers run before the exit; None while on the backbone."""
     path: str = "prefill"
@@ -60,22 +81,35 @@ class Passage:
         """Is the layer at `depth` taken on the river?"""
         return self.exit_depth is not None and depth >= self.exit_depth
 
-    def observe(self, layers_run: int, entering: torch.Tensor, leaving: torch.Tensor) -> None:
-        """A backbone layer has run, `layers_run` of them by now: look whether the states have settled."""
-        if self.rule.wants_signal(layers_run):
-            signal = exit_signal(entering, leaving, self.real)
-            self.signals.append(signal)
-            if self.rule.leaves(layers_run, signal):
-                self.exit_depth = layers_run
+    def observe(self, layers_run: int, entering: torch.Tensor, leaving: torch.Tensor) -> float | None:
+        """A backbone layer has run, `layers_run` of them by now: look whether the states have settled.
+
+        Returns the signal if one was measured.
+        """
+        if not self.rule.wants_signal(layers_run):
+            return None
+        signal = exit_signal(entering, leaving, self.real)
+        self.signals.append(signal)
+        if self.rule.leaves(layers_run, signal):
+            self.exit_depth = layers_run
+        return signal
 
 
 class Flow:
-    """The passages of one loaded model: at most one is open, and each ends as a record of the trace."""
+    """The passages of one loaded model: at most one is open, and each ends as a record of the trace.
 
-    def __init__(self, rule: ExitRule, store: Store, trace: Trace) -> None:
+    Args:
+        rule: when a passage leaves the backbone.
+        store: lends backbone layers, and is told where the passage is so that it can look ahead.
+        trace: gets the records.
+        on_miss: what a passage does about a layer that is not there. In mode `exit` alone is leaving a choice.
+    """
+
+    def __init__(self, rule: ExitRule, store: Store, trace: Trace, *, on_miss: OnMiss = "wait") -> None:
         self.rule = rule
         self.store = store
         self.trace = trace
+        self.on_miss = on_miss
         self.lock = threading.RLock()
         """Held during a forward pass and a generate: slots and passages belong to one thread at a time."""
         self.closing_tokens: frozenset[int] = frozenset()
@@ -83,9 +117,9 @@ class Flow:
         self.generation: list[PassageRecord] | None = None
         """Records of the generation under way, for its account; None outside of one."""
         self._passage: Passage | None = None
+        self._margin: torch.Tensor | None = None
         self._opened_s = 0.0
-        self._bytes_before = 0
-        self._wait_before_s = 0.0
+        self._before = _Counters.of(store)
 
     @property
     def passage(self) -> Passage:
@@ -95,18 +129,25 @@ class Flow:
 
     def open(self, call: Call) -> Passage:
         """Begin the forward pass of a call of the decoder, under the rule in force."""
-        self.store.reclaim()  # an interrupt may have come between the end of the last pass and its close
+        if self._passage is not None or self.store.lends:
+            self.store.broken_off()  # an interrupt came between the end of the last pass and its close
+        rule, cached_tokens = self.rule, call.cached_tokens
         self._passage = Passage(
-            self.rule,
+            rule,
             call.rows,
             call.new_tokens,
-            call.cached_tokens,
+            cached_tokens,
             call.real_tokens(self.closing_tokens),
-            exit_depth=self.rule.first_depth_on_river(),
+            margin=None if self._margin is None or not cached_tokens else self._margin.item(),
+            exit_depth=rule.first_depth_on_river(),
             path=self._path(call),
         )
         self._opened_s = time.perf_counter()
-        self._bytes_before, self._wait_before_s = self.store.bytes_streamed, self.store.wait_s
+        self._before = _Counters.of(self.store)
+        known_depth = None if rule.mode.kind == "exit" else _depth(self._passage)
+        self.store.opened(call.new_tokens, self._passage.margin, known_depth, rule.tau)
+        if self._passage.exit_depth == 0:
+            self.store.left(0)
         return self._passage
 
     def _path(self, call: Call) -> str:
@@ -116,13 +157,40 @@ class Flow:
         in_pieces = call.new_tokens > 1 and call.cache is not None
         return "prefill" if not self.generation or in_pieces else "decode"
 
+    def takes_river(self, depth: int) -> bool:
+        """Which way through the layer at `depth`? Here a passage leaves that would have to wait and need not."""
+        passage = self.passage
+        if passage.on_river(depth):
+            return True
+        if self.on_miss == "wait" or not passage.rule.wants_signal(depth) or self.store.present(depth):
+            return False
+        passage.exit_depth = depth
+        self.store.misses += 1
+        self.store.left(depth, censored=True)
+        return True
+
+    def ran(self, layers_run: int, entering: torch.Tensor, leaving: torch.Tensor) -> None:
+        """A backbone layer has run and is given back: shall the next one run, too?"""
+        passage = self.passage
+        signal = passage.observe(layers_run, entering, leaving)
+        if signal is not None:
+            self.store.observed(layers_run, signal)
+        if layers_run == _depth(passage):
+            self.store.left(layers_run)
+
+    def spoke(self, logits: torch.Tensor) -> None:
+        """The head's output for the passage that just ran: [batch, tokens, vocabulary]."""
+        self._margin = least_margin(logits)
+
     def close(self, *, completed: bool) -> None:
         """End the forward pass; one that failed or was interrupted leaves no record."""
         passage, self._passage = self._passage, None
         if passage is None or not completed:
-            self.store.reclaim()
+            self.store.broken_off()
             return
-        depth = passage.exit_depth
+        depth = _depth(passage)
+        self.store.passed(passage.rule.num_layers - depth)
+        done = _Counters.of(self.store)
         record = PassageRecord(
             index=len(self.trace.records),
             new_tokens=passage.new_tokens,
@@ -130,12 +198,33 @@ class Flow:
             cached_tokens=passage.cached_tokens,
             path=passage.path,
             mode=str(passage.rule.mode),
-            depth=passage.rule.num_layers if depth is None else depth,
+            depth=depth,
             signals=passage.signals,
-            wait_s=self.store.wait_s - self._wait_before_s,
-            bytes_streamed=self.store.bytes_streamed - self._bytes_before,
+            wait_s=done.wait_s - self._before.wait_s,
+            bytes_streamed=done.bytes_streamed - self._before.bytes_streamed,
             seconds=time.perf_counter() - self._opened_s,
+            margin=passage.margin,
+            misses=done.misses - self._before.misses,
+            wasted_bytes=done.wasted_bytes - self._before.wasted_bytes,
         )
         self.trace.append(record)
         if self.generation is not None:
             self.generation.append(record)
+
+
+class _Counters(NamedTuple):
+    """What a store has counted up to a moment."""
+
+    wait_s: float
+    bytes_streamed: int
+    wasted_bytes: int
+    misses: int
+
+    @classmethod
+    def of(cls, store: Store) -> _Counters:
+        return cls(store.wait_s, store.bytes_streamed, store.wasted_bytes, store.misses)
+
+
+def _depth(passage: Passage) -> int:
+    """Backbone layers that the passage runs, as far as is known now."""
+    return passage.rule.num_layers if passage.exit_depth is None else passage.exit_depth

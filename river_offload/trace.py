@@ -9,7 +9,7 @@ import json
 import math
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,14 @@ class PassageRecord:
     wait_s: float
     """Seconds the passage stood still for layers that were not there yet."""
     bytes_streamed: int
+    """That arrived during the passage, whichever passage they are for."""
     seconds: float
+    margin: float | None = None
+    """Top-1 minus top-2 probability of the token it continues from, the least over the rows; None where not known."""
+    misses: int = 0
+    """Layers that were needed and not there: waited for, or left for the river."""
+    wasted_bytes: int = 0
+    """Bytes known by now to have come in vain: overwritten unused, or called off half-way."""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values; a signal that is not finite becomes null, since JSON knows no NaN."""
@@ -49,8 +56,8 @@ class PassageRecord:
     def from_dict(cls, values: Mapping[str, Any]) -> PassageRecord:
         """Inverse of `to_dict`. Raises UsageError that names a missing, unknown or wrong field."""
         names = [item.name for item in fields(cls)]
-        for name in names:
-            if name not in values:
+        for item in fields(cls):
+            if (name := item.name) not in values and item.default is MISSING:
                 raise UsageError(f"{name} is missing")
         for name, value in values.items():
             if name not in names:
@@ -156,6 +163,7 @@ def _require(name: str, value: object) -> None:
 
 _EXPECTED: dict[str, tuple[str, Callable[[object], bool]]] = {
     "path": ("prefill or decode", lambda value: value in ("prefill", "decode")),
+    "margin": ("a number or nothing", lambda value: value is None or _is_number(value)),
     "mode": ("the name of a mode", lambda value: isinstance(value, str)),
     "signals": ("a list of numbers", _is_signals),
     "wait_s": ("a number of seconds", _is_number),

@@ -82,7 +82,7 @@ def _configs() -> dict[str, PretrainedConfig]:
         "mistral": config(MistralConfig, num_hidden_layers=4, sliding_window=8, intermediate_size=128),
         "qwen2": config(Qwen2Config, num_hidden_layers=4, use_sliding_window=False),
         "qwen3": config(Qwen3Config, num_hidden_layers=5, tie_word_embeddings=True),
-        "phi3": config(Phi3Config, num_hidden_layers=4, rope_parameters=_PARTIAL_ROPE, sliding_window=None),
+        "phi3": config(Phi3Config, num_hidden_layers=5, rope_parameters=_PARTIAL_ROPE, sliding_window=None),
         "gemma3": config(
             Gemma3TextConfig,
             num_hidden_layers=6,
@@ -135,7 +135,7 @@ def load_tiny(directory: Path, **options: Any) -> Any:
 def budget_for(directory: Path, resident: int, **options: Any) -> int:
     """The smallest budget, in bytes, that keeps `resident` backbone layers on the device and streams the others."""
     refused = _refusal(directory, tuple(options.items()))
-    return refused.needed_bytes + resident * refused.terms["slots"] // 2
+    return refused.needed_bytes + resident * refused.terms["slots"] // options.get("slots", 2)
 
 
 @cache

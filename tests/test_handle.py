@@ -91,7 +91,7 @@ def test_a_mode_that_was_not_built_is_refused_by_its_layers(
 
 
 def test_the_report_accounts_for_the_last_generate(pair: Callable[..., Any]) -> None:
-    model, _ = pair(mode="exit", tau=0.6)
+    model, _ = pair(mode="exit", tau=0.6, prefetch="none")
     model.generate(tokens(12), max_new_tokens=3, do_sample=False)
     model.generate(tokens(9), max_new_tokens=NEW, do_sample=False)
     report, records = model.river.report(), model.river.trace.records[-NEW:]
@@ -172,11 +172,11 @@ def test_a_failed_read_leaves_the_model_usable(pair: Callable[..., Any], monkeyp
     link = model.river._flow.store._link
     fetch, calls = link.fetch, []
 
-    def failing(layer: int, slot: int) -> None:
+    def failing(layer: int, slot: int, *, urgent: bool = False) -> None:
         calls.append(layer)
         if len(calls) == 6:
             raise LinkError("the disk is gone")
-        fetch(layer, slot)
+        fetch(layer, slot, urgent=urgent)
 
     monkeypatch.setattr(link, "fetch", failing)
     with pytest.raises(LinkError, match="the disk is gone"):
@@ -207,11 +207,11 @@ def test_a_closed_model_streams_no_more_and_gives_its_memory_back(checkpoint: Ca
     model = load_tiny(checkpoint("llama"), budget=budget_for(checkpoint("llama"), 1))
     model.generate(tokens(9), max_new_tokens=2, do_sample=False)
     slots = model.river._flow.store._slots
-    held_bytes = model.river.device_bytes()
+    held_bytes, terms = model.river.device_bytes(), model.river.placement.terms
     with model.river:
         pass
     model.river.close()
-    assert held_bytes - model.river.device_bytes() == model.river.placement.terms["slots"]
+    assert held_bytes - model.river.device_bytes() == terms["slots"] + terms["staging"]
     assert not slots._parameters  # nothing else holds the buffers
     with pytest.raises(RiverError, match="after close"):
         model.generate(tokens(9), max_new_tokens=2, do_sample=False)

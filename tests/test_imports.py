@@ -23,7 +23,7 @@ LEVELS = [
     ["layer", "parts"],
     ["assemble"],
     ["planning"],
-    ["handle"],
+    ["handle", "streaming"],
     ["metering"],
     ["seams"],
     ["loading"],

@@ -124,11 +124,17 @@ class Checkpoint:
             return torch.empty(entry.shape, dtype=dtype)
         start = entry.offset % mmap.ALLOCATIONGRANULARITY
         view = mmap.mmap(
-            self._fd(entry.file), start + entry.nbytes, access=mmap.ACCESS_COPY, offset=entry.offset - start
+            self.fd(entry.file), start + entry.nbytes, access=mmap.ACCESS_COPY, offset=entry.offset - start
         )
         view.madvise(mmap.MADV_RANDOM)  # single rows are looked up: reading ahead would only evict other pages
         flat = torch.frombuffer(view, dtype=dtype, count=entry.nbytes // dtype.itemsize, offset=start)
         return flat.view(entry.shape)
+
+    def fd(self, file: Path) -> int:
+        """The open descriptor of a file of the checkpoint, valid until `close()`. Raises LinkError after it."""
+        if file not in self._fds:
+            raise LinkError(f"{file}: the checkpoint was closed; open it again to read from it.")
+        return self._fds[file]
 
     def close(self) -> None:
         """Close the files; tensors already read or mapped stay valid. Calling it again does nothing."""
@@ -142,14 +148,9 @@ class Checkpoint:
     ) -> None:
         self.close()
 
-    def _fd(self, file: Path) -> int:
-        if file not in self._fds:
-            raise LinkError(f"{file}: the checkpoint was closed; open it again to read from it.")
-        return self._fds[file]
-
     def _read_into(self, memory: memoryview, entry: TensorEntry) -> None:
         """Fill `memory` with the bytes of `entry`, then tell the kernel that nobody will want them again soon."""
-        fd = self._fd(entry.file)
+        fd = self.fd(entry.file)
         done = 0
         while done < entry.nbytes:
             position = entry.offset + done
@@ -185,7 +186,7 @@ class Checkpoint:
             step = max(entry.nbytes // _SAMPLES, _SAMPLE_BYTES)
             for start in range(0, entry.nbytes, step):
                 sample = bytearray(min(entry.nbytes - start, _SAMPLE_BYTES))
-                if os.preadv(self._fd(entry.file), [sample], entry.offset + start) != len(sample):
+                if os.preadv(self.fd(entry.file), [sample], entry.offset + start) != len(sample):
                     raise CheckpointError(f"{entry.file}: became shorter while it was opened.")
                 digest.update(sample)
         return digest.hexdigest()

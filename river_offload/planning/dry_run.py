@@ -133,6 +133,7 @@ def _assemble_fake(structure: Structure, rule: ExitRule, parts: _FakeParts) -> N
         slots=Slots(0, [None] * structure.num_layers, device),
         link=None,
         streamed_bytes={},
+        prefetcher=None,
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -79,8 +79,15 @@ def make_plan(config: RiverConfig, progress: Progress) -> Plan:
             modes=modes,
             trust_remote_code=config.trust_remote_code,
         )
-        stored = _stored_dtype_bytes(checkpoint, structure, keys, dtype)
-        sizes = model_sizes(structure, needs, precision, stored_dtype_bytes=stored)
+        stored = [checkpoint.entries[key] for key in _layer_keys(structure, keys)]
+        other = {entry.dtype for entry in stored} - {str(dtype).removeprefix("torch.")}
+        sizes = model_sizes(
+            structure,
+            needs,
+            precision,
+            stored_dtype_bytes=max((getattr(torch, name).itemsize for name in other), default=None),
+            largest_stored_bytes=max((entry.nbytes for entry in stored), default=0),
+        )
         budget_bytes, budget_source = config.budget, "given"
         if budget_bytes is None:
             budget_bytes, budget_source = free_device_bytes(device)
@@ -179,18 +186,11 @@ def _check_options(config: RiverConfig, structure: Structure) -> None:
             )
 
 
-def _stored_dtype_bytes(
-    checkpoint: Checkpoint, structure: Structure, keys: Mapping[str, str], dtype: torch.dtype
-) -> int | None:
-    """Bytes per element on disk when any streamed matrix is stored in another dtype than it computes in."""
-    own = str(dtype).removeprefix("torch.")
-    stored = {
-        checkpoint.entries[keys[structure.full_name(i, name)]].dtype
-        for i in range(structure.num_layers)
-        for name in structure.weight_shapes(i)
-    }
-    other = stored - {own}
-    return max((getattr(torch, name).itemsize for name in other), default=None)
+def _layer_keys(structure: Structure, keys: Mapping[str, str]) -> Iterator[str]:
+    """The matrices of all layers, by their names in the checkpoint."""
+    for layer in range(structure.num_layers):
+        for name in structure.weight_shapes(layer):
+            yield keys[structure.full_name(layer, name)]
 
 
 def _does_not_fit(refusal: Refusal, config: RiverConfig) -> BudgetError:

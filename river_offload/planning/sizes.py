@@ -9,17 +9,23 @@ from river_offload.planning.dry_run import Needs
 from river_offload.quant.hqq import HQQ_BYTES_PER_COLUMN
 from river_offload.quant.precision import Precision
 from river_offload.store.layout import Layout
+from river_offload.store.reader import reader_bytes
 from river_offload.structure import Structure
 
 
 def model_sizes(
-    structure: Structure, needs: Needs, precision: Precision, *, stored_dtype_bytes: int | None
+    structure: Structure,
+    needs: Needs,
+    precision: Precision,
+    *,
+    stored_dtype_bytes: int | None,
+    largest_stored_bytes: int,
 ) -> ModelSizes:
     """Sizes of all parts, from the shapes of `structure` and what the dry run measured.
 
     Args:
-        stored_dtype_bytes: bytes per element of the checkpoint's tensors when they must be converted on the way to
-            the device (a streamed load then needs room for one matrix beside its slot), None when they need not.
+        stored_dtype_bytes: bytes per element of the checkpoint's tensors where that is not the dtype they compute in.
+        largest_stored_bytes: of the matrices of a layer as they are on disk: what a streamed one is read through.
     """
     layers, dtype, device_type = range(structure.num_layers), precision.dtype, precision.device_type
     outside = {name: _nbytes(shape, dtype) for name, shape in structure.outside().items() if name not in structure.tied}
@@ -27,7 +33,6 @@ def model_sizes(
     head = [name for name in outside if name.rpartition(".")[0] == structure.head_name.rpartition(".")[0]]
     for name in head:
         del outside[name]
-    largest = max((torch.Size(s).numel() for i in layers for s in structure.weight_shapes(i).values()), default=0)
     return ModelSizes(
         backbone_bytes=tuple(Layout.of(structure.weight_shapes(i), dtype).nbytes for i in layers),
         river_bytes=tuple(precision.river_bytes(structure.layers[i]) for i in layers),
@@ -40,7 +45,7 @@ def model_sizes(
         transient_bytes=needs.transient_bytes,
         embed_away_tier=_away_tier(structure, device_type),
         load_bytes=max(_load_bytes(structure, precision, i, stored_dtype_bytes) for i in layers),
-        staging_bytes=largest * stored_dtype_bytes if stored_dtype_bytes and device_type == "cpu" else 0,
+        staging_bytes=reader_bytes(largest_stored_bytes) if device_type == "cpu" else 0,
     )
 
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from river_offload.errors import RiverError
 from river_offload.store.layout import Layout, aligned_empty
 
 
@@ -17,13 +18,23 @@ class Slots:
         layouts: one layout per layer of the model, None for a layer that is never streamed.
         device: where compute runs.
         poison: fill a slot with NaN when it is released, so that a read without its edge shows in the output (tests).
+
+    Raises RiverError when the device has no memory for them.
     """
 
     def __init__(
         self, count: int, layouts: Sequence[Layout | None], device: torch.device, *, poison: bool = False
     ) -> None:
         self.slot_bytes = max((layout.nbytes for layout in layouts if layout), default=0)
-        self.buffers = [aligned_empty(self.slot_bytes, device) for _ in range(count)]
+        self.buffers: list[torch.Tensor] = []
+        for index in range(count):
+            try:
+                self.buffers.append(aligned_empty(self.slot_bytes, device))
+            except (RuntimeError, MemoryError) as error:  # torch has no error of its own for this on a CPU
+                raise RiverError(
+                    f"slot {index + 1} of {count} ({self.slot_bytes} bytes) cannot be allocated on {device}: something "
+                    "else took the memory. Give a smaller budget, or fewer slots."
+                ) from error
         self.poison_on_release = poison
         self._layouts = layouts
         self._parameters: dict[tuple[Layout, int], dict[str, torch.nn.Parameter]] = {}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
@@ -10,18 +9,28 @@ from torch import nn
 
 from river_offload.errors import RiverError
 from river_offload.store.link import Link
+from river_offload.store.prefetcher import Prefetcher
 from river_offload.store.slots import Slots
+from river_offload.store.transfers import Transfers
 
 
 class Store:
     """Resident layers are handed out as they are, streamed ones after their bytes came into a slot.
 
+    A streamed layer that is still in a slot is not read again; what the other slots hold, and what comes next, the
+    prefetcher sees to at every acquire.
+
     Args:
         backbone: the backbone layer modules by depth. A streamed one arrives without its weights.
-        streamed: the depths that rest off the device.
+        streamed: bytes that a fetch of each layer moves that rests off the device, by depth.
         slots: buffers for streamed layers; may be empty when nothing is streamed.
         link: fills slots; None when nothing is streamed.
-        layer_bytes: bytes that a fetch of each streamed layer moves.
+        prefetcher: decides what the link does; None when nothing is streamed.
+
+    Attributes:
+        wait_s: seconds that computation stood still for layers.
+        misses: layers that were asked for and not there.
+        closed: no streamed layer can be had any more.
     """
 
     def __init__(
@@ -30,17 +39,32 @@ class Store:
         streamed: Mapping[int, int],
         slots: Slots,
         link: Link | None,
+        prefetcher: Prefetcher | None,
     ) -> None:
         self._backbone = backbone
         self._streamed = streamed
         self._slots = slots
         self._link = link
-        self._holds: list[int | None] = [None] * len(slots)
-        self._in_use: set[int] = set()
-        self._next_victim = 0
-        self.bytes_streamed = 0
+        self._transfers = None if link is None else Transfers(streamed, len(slots), link)
+        self._prefetcher = prefetcher
+        self._lent: dict[int, int] = {}
         self.wait_s = 0.0
+        self.misses = 0
         self.closed = False
+
+    @property
+    def bytes_streamed(self) -> int:
+        """Bytes that arrived in slots, or got half-way."""
+        return 0 if self._transfers is None else self._transfers.bytes_streamed
+
+    @property
+    def wasted_bytes(self) -> int:
+        """Of those, what was overwritten before it was used, or called off half-way."""
+        return 0 if self._transfers is None else self._transfers.wasted_bytes
+
+    def present(self, depth: int) -> bool:
+        """Can the layer at `depth` be had at once?"""
+        return depth not in self._streamed or (self._transfers is not None and self._transfers.present(depth))
 
     @contextmanager
     def hold(self, depth: int) -> Iterator[nn.Module]:
@@ -54,42 +78,66 @@ class Store:
     def acquire(self, depth: int) -> nn.Module:
         """Bring the layer in if it is not there and lend it. Raises LinkError when its bytes cannot be read."""
         layer = self._backbone[depth]
-        if depth not in self._streamed:
+        if self._transfers is None or self._prefetcher is None:
             return layer
-        if self.closed or self._link is None:
-            raise RiverError(f"backbone layer {depth} was asked for after close(): load the model again")
-        started = time.perf_counter()
-        slot = self._slot_of(depth)
-        self._holds[slot] = None  # a fetch that fails while it is waited for leaves garbage, too
-        self._link.wait(slot)
-        self._holds[slot] = depth
-        self.wait_s += time.perf_counter() - started
-        self._in_use.add(slot)
-        _bind(layer, self._slots.parameters(depth, slot))
+        if depth in self._streamed:
+            if self.closed:
+                raise RiverError(f"backbone layer {depth} was asked for after close(): load the model again")
+            self.misses += not self.present(depth)
+        if not self.closed:
+            self._prefetcher.acquiring(depth, self._transfers)
+        if depth in self._streamed:
+            slot, waited_s = self._transfers.take(depth)
+            self.wait_s += waited_s
+            self._lent[depth] = slot
+            _bind(layer, self._slots.parameters(depth, slot))
+        self._prefetcher.acquired()
         return layer
 
     def release(self, depth: int) -> None:
         """The computation with the layer has been issued; its slot may be used anew."""
-        if depth not in self._streamed:
+        if self._transfers is None or depth not in self._lent:
             return
-        slot = self._holds.index(depth)
-        assert self._link is not None
+        slot = self._lent[depth]
         _unbind(self._backbone[depth], self._slots.parameters(depth, slot))
-        self._in_use.discard(slot)
         if self._slots.poison_on_release:
             self._slots.poison(slot)
-            self._holds[slot] = None
-        self._link.release(slot)
+        self._transfers.release(slot, forget=self._slots.poison_on_release)
+        del self._lent[depth]  # last: what an interrupt cuts short is done again by broken_off
 
-    def reclaim(self) -> None:
-        """Take back what an interrupted passage never released. Between passages nothing is lent."""
-        for slot in sorted(self._in_use):
-            depth = self._holds[slot]
-            if depth is not None:
-                _unbind(self._backbone[depth], self._slots.parameters(depth, slot))
-            if self._link is not None:
-                self._link.release(slot)
-        self._in_use.clear()
+    def opened(self, new_tokens: int, margin: float | None, known_depth: int | None, tau: float) -> None:
+        """A passage begins: its new tokens a row, the last token's margin, and its depth if its mode fixes that."""
+        if self._prefetcher is not None:
+            self._prefetcher.opened(new_tokens, margin, known_depth, tau)
+
+    def observed(self, layers_run: int, signal: float) -> None:
+        """The exit signal after `layers_run` layers."""
+        if self._prefetcher is not None:
+            self._prefetcher.observed(layers_run, signal)
+
+    def left(self, depth: int, *, censored: bool = False) -> None:
+        """The passage ran `depth` backbone layers and needs no more; `censored`: it would have, had they been there."""
+        if self._prefetcher is not None and self._transfers is not None and not self.closed:
+            self._prefetcher.left(depth, self._transfers, censored=censored)
+
+    def passed(self, river_layers: int) -> None:
+        """The passage is over, after so many layers on the river."""
+        if self._prefetcher is not None:
+            self._prefetcher.closed(river_layers)
+
+    @property
+    def lends(self) -> bool:
+        """Is a streamed layer lent, or its slot taken? Between passages none is."""
+        return bool(self._lent) or (self._transfers is not None and bool(self._transfers.in_use))
+
+    def broken_off(self) -> None:
+        """The passage failed or was interrupted, at any point: take back what is lent, call off what is on its way."""
+        for depth in tuple(self._lent):
+            self.release(depth)
+        if self._transfers is not None and not self.closed:
+            self._transfers.reset()
+        if self._prefetcher is not None:
+            self._prefetcher.broken_off()
 
     def close(self) -> None:
         """Stop the link and forget the slots. May be called twice."""
@@ -97,28 +145,6 @@ class Store:
         if self._link is not None:
             self._link.close()
         self._slots.clear()
-        self._holds.clear()
-
-    def _slot_of(self, depth: int) -> int:
-        """The slot that holds the layer, after a fetch when none does."""
-        assert self._link is not None
-        if depth in self._holds:
-            return self._holds.index(depth)
-        slot = self._victim()
-        self._holds[slot] = None  # a failed fetch leaves garbage that must never pass for the old layer
-        self._link.fetch(depth, slot)
-        self._holds[slot] = depth
-        self.bytes_streamed += self._streamed[depth]
-        return slot
-
-    def _victim(self) -> int:
-        """The next slot in turn that no computation holds."""
-        for step in range(len(self._holds)):
-            slot = (self._next_victim + step) % len(self._holds)
-            if slot not in self._in_use:
-                self._next_victim = (slot + 1) % len(self._holds)
-                return slot
-        raise RiverError(f"all {len(self._holds)} slots are in use: release a layer before acquiring another")
 
 
 def _bind(layer: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:

@@ -1,0 +1,93 @@
+"""What streamed layers come through, for a plan: slots, the link that fills them, and what decides for the link."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from policies.prefetch import KINDS, forecast_of
+from river_offload.config import RiverConfig
+from river_offload.memory.probes import free_device_bytes
+from river_offload.planning.plan import Plan
+from river_offload.store.layout import Layout
+from river_offload.store.link import Link
+from river_offload.store.link_cpu import CpuLink
+from river_offload.store.link_cuda import CudaLink
+from river_offload.store.pinned import HostMemory
+from river_offload.store.prefetcher import Prefetcher
+from river_offload.store.ring import RING_BYTES, HostSource
+from river_offload.store.slots import Slots
+from river_offload.store.tiers import DiskTier, HostTier
+
+
+@dataclass(frozen=True)
+class Streaming:
+    """The moving parts; without streamed layers there are none but an empty `slots`."""
+
+    slots: Slots
+    link: Link | None
+    layer_bytes: Mapping[int, int]
+    """Bytes that a fetch of each streamed layer moves."""
+    prefetcher: Prefetcher | None
+    memory: HostMemory | None
+    """Host memory of a GPU's layers: how much of it is pinned."""
+    held_bytes: Callable[[], int]
+    """Device bytes that the link holds now, beside the slots."""
+
+
+def open_streaming(plan: Plan, disk: DiskTier, layouts: list[Layout]) -> Streaming:
+    """Make the slots of the plan and start the link, which from then on owns `disk`.
+
+    On a GPU this reads the layers that fit the host budget into pinned memory, the shallow ones, which most passages
+    need; the others come from disk through a few pinned buffers. Raises RiverError when a slot or host memory cannot
+    be allocated, LinkError when layers cannot be read.
+    """
+    layers = plan.placement.streamed_layers
+    slots = Slots(
+        plan.placement.slots, [layout if i in layers else None for i, layout in enumerate(layouts)], plan.device
+    )
+    if not layers:
+        return Streaming(slots, None, {}, None, None, lambda: 0)
+    prefetcher = _prefetcher(plan.config, len(layouts))
+    if plan.device.type == "cpu":
+        sizes = {layer: disk.stored_bytes(layer) for layer in layers}
+        return Streaming(slots, CpuLink(disk, slots), sizes, prefetcher, None, lambda: disk.reader.nbytes)
+    sizes = {layer: layouts[layer].nbytes for layer in layers}
+    budget_bytes = plan.config.host_budget
+    if budget_bytes is None:
+        budget_bytes, _ = free_device_bytes(torch.device("cpu"))
+    held = layers_to_hold(sizes, budget_bytes)
+    need_bytes = sum(sizes[layer] for layer in held) + (RING_BYTES if len(held) < len(layers) else 0)
+    memory = HostMemory(need_bytes, torch.cuda.cudart())
+    event = functools.partial(torch.cuda.Event, blocking=True)  # or a waiting thread would spin
+    try:
+        source = HostSource(HostTier(disk, held, layouts, memory), disk, layouts, event=event)
+    except BaseException:
+        memory.close()
+        raise
+    link = CudaLink(source, slots, sizes, plan.device, cuda=torch.cuda)
+    return Streaming(slots, link, sizes, prefetcher, memory, lambda: 0)
+
+
+def layers_to_hold(sizes: Mapping[int, int], budget_bytes: int) -> list[int]:
+    """The layers that host memory holds within a budget, shallow ones first: all, or as many as fit beside the ring
+    that the others come through. The ring is there even if the budget is smaller."""
+    if sum(sizes.values()) <= budget_bytes:
+        return sorted(sizes)
+    left_bytes, held = budget_bytes - RING_BYTES, []
+    for layer in sorted(sizes):
+        left_bytes -= sizes[layer]
+        if left_bytes < 0:
+            break
+        held.append(layer)
+    return held
+
+
+def _prefetcher(config: RiverConfig, num_layers: int) -> Prefetcher:
+    kind = next(kind for kind in KINDS if kind == config.prefetch)
+    return Prefetcher(
+        kind, lambda tau: forecast_of(kind, num_layers, tau=tau, min_exit=config.min_exit), tau=config.tau
+    )

@@ -1,0 +1,195 @@
+"""From load to link: layers held in host memory, passages that leave instead of waiting, faults while it streams."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from families import both, budget_for, load_tiny, logits_of_steps, poison_slots, tokens
+
+from river_offload.errors import LinkError, RiverError
+from river_offload.store import files
+from river_offload.store.ring import RING_BYTES
+from river_offload.streaming import layers_to_hold
+
+SIZES = {2: 100, 3: 100, 4: 50}
+
+
+@pytest.mark.parametrize(
+    ("budget_bytes", "held"),
+    [
+        (250, [2, 3, 4]),
+        (249, []),
+        (0, []),
+        (RING_BYTES + 100, [2, 3, 4]),
+    ],
+)
+def test_host_memory_holds_all_layers_or_those_beside_the_ring(budget_bytes: int, held: list[int]) -> None:
+    assert layers_to_hold(SIZES, budget_bytes) == held
+
+
+def test_shallow_layers_go_first_when_not_all_fit() -> None:
+    large = dict.fromkeys(range(2, 8), RING_BYTES)
+    assert layers_to_hold(large, 3 * RING_BYTES + 5) == [2, 3]
+    assert layers_to_hold(large, 5 * RING_BYTES) == [2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("prefetch", ["none", "next", "predicted"])
+@pytest.mark.parametrize("slots", [1, 2, 3])
+def test_no_kind_of_prefetch_changes_what_is_computed(
+    prefetch: str, slots: int, checkpoint: Callable[..., Path], open_river: Callable[..., Any]
+) -> None:
+    options = {"mode": "exit", "tau": 0.6, "prefetch": prefetch, "slots": slots}
+    streamed = open_river("llama", budget=budget_for(checkpoint("llama"), 1, **options), **options)
+    resident = open_river("llama", **options)
+    assert len(streamed.river.placement.streamed_layers) == 4
+    ids = tokens(24)
+    for poison in (False, True):
+        if poison:
+            poison_slots(streamed)
+        found, expected = (logits_of_steps(m, ids, 12, m.river.new_cache()) for m in (streamed, resident))
+        assert all(torch.equal(mine, theirs) for mine, theirs in zip(found, expected, strict=True))
+    records = streamed.river.trace.records
+    assert [r.depth for r in records] == [r.depth for r in resident.river.trace.records]
+    assert [r.margin for r in records] == [r.margin for r in resident.river.trace.records]
+    assert records[0].margin is None
+    assert all(r.margin is not None and 0 <= r.margin <= 1 for r in records[1:13])
+    assert records[13].margin is None  # another cache, another text
+    assert all(r.wasted_bytes >= 0 and r.misses <= r.depth for r in records)
+
+
+def test_a_record_knows_the_margin_of_the_token_it_continues_from(open_river: Callable[..., Any]) -> None:
+    model = open_river("llama")
+    first, *_ = logits_of_steps(model, tokens(13), 12, model.river.new_cache())
+    likely = torch.softmax(first[0, -1], -1).topk(2).values
+    assert model.river.trace.records[1].margin == pytest.approx((likely[0] - likely[1]).item(), abs=1e-6)
+
+
+def test_a_passage_may_leave_instead_of_waiting(
+    checkpoint: Callable[..., Path], open_river: Callable[..., Any]
+) -> None:
+    options: dict[str, Any] = {"mode": "exit", "tau": 2.0, "min_exit": 2, "prefetch": "none", "on_miss": "exit"}
+    model = open_river("llama", budget=budget_for(checkpoint("llama"), 1, **options), **options)
+    fixed = open_river("llama", mode="exit", also_modes=("quantized",))
+    ids = tokens(14)
+    poison_slots(model)
+    found = logits_of_steps(model, ids, 10, model.river.new_cache())
+    # Layer 1 is under min_exit: it is waited for. Layer 2 is never there.
+    assert {record.depth for record in model.river.trace.records} == {2}
+    assert {record.misses for record in model.river.trace.records} == {2}
+    with fixed.river.using(mode="fixed:2"):
+        expected = logits_of_steps(fixed, ids, 10, fixed.river.new_cache())
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(found, expected, strict=True))
+
+
+def test_what_is_there_in_time_is_not_left_for_the_river(
+    checkpoint: Callable[..., Path], open_river: Callable[..., Any]
+) -> None:
+    options: dict[str, Any] = {"mode": "exit", "tau": 2.0, "min_exit": 4, "slots": 4, "on_miss": "exit"}
+    model = open_river("llama", budget=budget_for(checkpoint("llama"), 1, **options), **options)
+    logits_of_steps(model, tokens(20), 10, model.river.new_cache())
+    assert {record.depth for record in model.river.trace.records[-5:]} == {5}
+    report = model.river.report()
+    assert report["host"] == {"pinned_bytes": 0, "pageable_bytes": 0}
+
+
+def test_early_exits_in_the_steady_state_stream_nothing(
+    checkpoint: Callable[..., Path], open_river: Callable[..., Any]
+) -> None:
+    options: dict[str, Any] = {"mode": "fixed:1", "also_modes": ("exit",)}
+    model = open_river("llama", budget=budget_for(checkpoint("llama"), 1, **options), **options)
+    logits_of_steps(model, tokens(30), 10, model.river.new_cache())
+    steady = model.river.trace.records[5:]
+    assert {(r.misses, r.wait_s) for r in steady} == {(0, 0.0)}
+    assert sum(r.bytes_streamed for r in steady) == 0
+
+
+# Faults. After each the next generate works and computes what it should.
+
+
+def break_reads(monkeypatch: pytest.MonkeyPatch, after: int, error: int | None) -> None:
+    """From the n-th read on the disk fails, or has no more."""
+    plain, calls = os.preadv, []
+
+    def preadv(fd: int, buffers: Any, offset: int) -> int:
+        calls.append(offset)
+        if len(calls) <= after:
+            return plain(fd, buffers, offset)
+        if error is None:
+            return 0
+        raise OSError(error, os.strerror(error))
+
+    monkeypatch.setattr(files.os, "preadv", preadv)
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [(errno.EIO, r"reading \d+ bytes at byte \d+ failed: Input/output error"), (None, "ends at byte")],
+)
+@pytest.mark.parametrize("after", [0, 3, 40])
+def test_a_broken_disk_is_an_error_that_names_the_file_and_passes(
+    after: int, error: int | None, said: str, pair: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, plain = pair()
+    with monkeypatch.context() as patch:
+        break_reads(patch, after, error)
+        with pytest.raises(LinkError, match=rf"model\.safetensors: {said}"):
+            model.generate(tokens(9), max_new_tokens=9, do_sample=False)
+    found, expected = both((model, plain), tokens(9), max_new_tokens=5, do_sample=False)
+    assert torch.equal(found, expected)
+
+
+def test_ctrl_c_inside_a_layer_leaves_the_model_usable(
+    pair: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch runs no closing hook then: the next passage clears up."""
+    model, plain = pair(slots=1)
+    for depth in (1, 3):
+        with monkeypatch.context() as patch:
+
+            def interrupt(*_: Any, **__: Any) -> None:
+                raise KeyboardInterrupt
+
+            patch.setattr(model.model.layers[depth].backbone.mlp, "forward", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                model.generate(tokens(9), max_new_tokens=5, do_sample=False)
+        found, expected = both((model, plain), tokens(9), max_new_tokens=5, do_sample=False)
+        assert torch.equal(found, expected)
+
+
+def test_closing_while_it_streams_leaves_no_thread(checkpoint: Callable[..., Path]) -> None:
+    before = set(threading.enumerate())
+    model = load_tiny(checkpoint("llama"), budget=budget_for(checkpoint("llama"), 1), slots=2)
+    model.generate(tokens(9), max_new_tokens=2, do_sample=False)
+    assert set(threading.enumerate()) > before
+    model.river.close()
+    assert set(threading.enumerate()) == before
+
+
+def test_a_model_that_is_all_resident_has_no_threads(checkpoint: Callable[..., Path]) -> None:
+    before = set(threading.enumerate())
+    model = load_tiny(checkpoint("llama"))
+    assert set(threading.enumerate()) == before
+    model.river.close()
+
+
+def test_slots_that_cannot_be_allocated_are_an_error_and_leave_nothing(
+    checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from river_offload.store import slots
+
+    budget, before = budget_for(checkpoint("llama"), 1), set(threading.enumerate())
+
+    def refuse(*_: Any) -> None:
+        raise RuntimeError("not enough memory")
+
+    monkeypatch.setattr(slots, "aligned_empty", refuse)
+    with pytest.raises(RiverError, match="slot 1 of 2"):
+        load_tiny(checkpoint("llama"), budget=budget)
+    assert set(threading.enumerate()) == before
