@@ -10,6 +10,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from policies.exit import ExitRule
+from river_offload.errors import UsageError
 from river_offload.store.store import Store
 from river_offload.trace import PassageRecord, Trace
 
@@ -59,7 +60,7 @@ class Passage:
     def observe(self, layers_run: int, entering: torch.Tensor, leaving: torch.Tensor) -> None:
         """A backbone layer has run, `layers_run` of them by now: look whether the states have settled."""
         if self.rule.wants_signal(layers_run):
-            signal = exit_signal(entering, leaving, self.real)
+            signal = self.rule.believed(exit_signal(entering, leaving, self.real))
             self.signals.append(signal)
             if self.rule.leaves(layers_run, signal):
                 self.exit_depth = layers_run
@@ -84,10 +85,12 @@ class Flow:
         return self._passage
 
     def open(self, *, batch: int, new_tokens: int, cached_tokens: int, real: torch.Tensor | None) -> Passage:
-        """Begin a forward pass under the rule in force."""
-        self._passage = Passage(
-            self.rule, batch, new_tokens, cached_tokens, real, exit_depth=self.rule.first_depth_on_river()
-        )
+        """Begin a forward pass under the rule in force. Raises UsageError when depths are forced and used up."""
+        try:
+            rule = self.rule.of_passage(len(self.trace.records))
+        except IndexError as error:
+            raise UsageError(f"{error}: force one depth for each, that of the prompt included") from error
+        self._passage = Passage(rule, batch, new_tokens, cached_tokens, real, exit_depth=rule.first_depth_on_river())
         self._opened_s = time.perf_counter()
         self._bytes_before, self._wait_before_s = self.store.bytes_streamed, self.store.wait_s
         return self._passage
