@@ -1,4 +1,4 @@
-"""Depths to force on passages: how far each one goes is given beforehand, so that any weights measure speed honestly."""
+"""Depths to force on passages, so that random weights measure speed as honestly as trained ones."""
 
 from __future__ import annotations
 

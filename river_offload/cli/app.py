@@ -9,9 +9,11 @@ from typing import Annotated
 import typer
 
 from river_offload._version import __version__
+from river_offload.cli.bench import bench
 from river_offload.cli.chat import chat
 from river_offload.cli.generate import generate
 from river_offload.cli.prepare import prepare
+from river_offload.cli.trace import trace
 
 app = typer.Typer(
     name="river-offload",
@@ -28,6 +30,8 @@ app = typer.Typer(
 app.command()(generate)
 app.command()(chat)
 app.command()(prepare)
+app.command()(bench)
+app.command()(trace)
 
 
 def _show_version(wanted: bool) -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -46,7 +47,7 @@ def test_a_short_run_has_the_mean_that_was_asked_for(mean: float, lowest: int) -
 def test_depths_fall_off_geometrically() -> None:
     depths = GeometricDepths(3.0).draw(3000, 64)
     counts = [depths.count(depth) for depth in (1, 2, 3, 4)]
-    for first, second in zip(counts, counts[1:], strict=False):
+    for first, second in itertools.pairwise(counts):
         assert second / first == pytest.approx(2 / 3, abs=0.02)
 
 
