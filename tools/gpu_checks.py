@@ -190,7 +190,7 @@ def overlap(rig: Rig) -> Result:
         if len(streamed) < 3 or slots < 2:
             raise Skipped(f"{len(streamed)} streamed layers and {slots} slots: two copies cannot be in flight")
         size = 4096 if rig.cuda else 512
-        matrix = torch.ones(size, size, dtype=torch.bfloat16, device=rig.device)
+        matrix, product = torch.ones(2, size, size, dtype=torch.bfloat16, device=rig.device)
 
         def copies() -> None:
             for index, layer in enumerate(streamed):
@@ -199,11 +199,11 @@ def overlap(rig: Rig) -> Result:
                 link.release(index % 2)
 
         copy_s = elapsed_s(rig, copies)
-        one_s = elapsed_s(rig, lambda: [matrix @ matrix for _ in range(8)]) / 8
+        one_s = elapsed_s(rig, lambda: [torch.mm(matrix, matrix, out=product) for _ in range(8)]) / 8
         products = max(round(copy_s / len(streamed) / one_s), 1)  # computation of a layer takes as long as its copy
 
         def computes() -> Any:
-            return [matrix @ matrix for _ in range(products)]
+            return [torch.mm(matrix, matrix, out=product) for _ in range(products)]
 
         def both() -> None:
             link.fetch(streamed[0], 0)

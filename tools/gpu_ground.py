@@ -234,9 +234,9 @@ def highest_bytes(rig: Rig) -> int | None:
 
 
 def pinned_by_torch() -> int:
-    """Bytes that torch's own pinned allocator holds, its rounding included."""
+    """Bytes of the blocks in use that torch's own pinned allocator gave out, its rounding included."""
     statistics: dict[str, Any] = getattr(torch.cuda, "host_memory_stats", dict)()
-    return int(statistics.get("allocated_bytes.current", 0))
+    return int(statistics.get("active_bytes.current", statistics.get("allocated_bytes.current", 0)))
 
 
 def poison(model: Any) -> None:
