@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
+from policies.exit import ExitRule, ForcedExits
 from policies.types import Mode, Placement
 from river_offload.config import RiverConfig, check_mode, check_option
 from river_offload.errors import ContextError, ModeError, UsageError, not_possible
@@ -104,11 +105,23 @@ class River:
         return self._flow.rule.min_exit
 
     @contextlib.contextmanager
-    def using(self, *, mode: str | None = None, tau: float | None = None) -> Iterator[River]:
-        """Other settings until the block ends, the old ones after it. Raises ModeError, UsageError."""
+    def using(
+        self, *, mode: str | None = None, tau: float | None = None, depths: Sequence[int] | None = None
+    ) -> Iterator[River]:
+        """Other settings until the block ends, the old ones after it. Raises ModeError, UsageError.
+
+        Args:
+            depths: force the exits: backbone layers to run in each coming passage, the first being the prompt's. A
+                passage beyond the last depth raises UsageError. Excludes mode and tau, which decide the same.
+        """
         before = self._flow.rule
-        given = {"mode": mode, "tau": tau}
-        self._set(**{name: check_option(name, value) for name, value in given.items() if value is not None})
+        given = {name: check_option(name, value) for name, value in (("mode", mode), ("tau", tau)) if value is not None}
+        if depths is None:
+            self._set(**given)
+        elif not given:
+            self._force(tuple(depths))
+        else:
+            raise UsageError("depths force every exit, mode and tau decide it otherwise: give one or the other")
         try:
             yield self
         finally:
@@ -221,28 +234,46 @@ class River:
     def _set(self, *, mode: str | None = None, tau: float | None = None) -> None:
         rule = self._flow.rule
         if mode is not None:
-            rule = replace(rule, mode=self._built(mode))
+            rule = ExitRule(self._built(mode), rule.tau, rule.min_exit, rule.num_layers)  # ends forced depths
         if tau is not None:
             if rule.mode.kind != "exit":
                 raise UsageError(f"tau has no effect in mode {rule.mode}: only mode exit looks at the exit signal")
             rule = replace(rule, tau=float(tau))
         self._flow.rule = rule
 
+    def _force(self, depths: tuple[int, ...]) -> None:
+        rule, layers = self._flow.rule, self.num_layers
+        wrong = [depth for depth in depths if not 0 <= depth <= layers]
+        if wrong:
+            raise UsageError(f"depth {wrong[0]} is forced on a model of {layers} layers: use 0..{layers}")
+        if depths:
+            shallow, deep = min(depths), max(depths)
+            remedy = "exit" if shallow else "quantized"
+            self._require_parts(f"depths {shallow}..{deep}", range(deep), range(shallow, layers), remedy)
+        self._flow.rule = ForcedExits(
+            Mode("exit"), rule.tau, rule.min_exit, layers, depths, first_passage=len(self.trace.records)
+        )
+
     def _built(self, text: str) -> Mode:
         """The mode, if every layer that it may reach is there."""
         mode = check_mode(text, self.num_layers)
-        backbone = {*self.placement.resident_layers, *self.placement.streamed_layers}
+        river = mode.river_layers(self.num_layers, self.min_exit)
+        self._require_parts(f"mode {mode}", mode.backbone_layers(self.num_layers), river, text)
+        return mode
+
+    def _require_parts(self, what: str, backbone: range, river: range, remedy: str) -> None:
+        """Raises ModeError when `what` may reach a layer that is not there; mode `remedy` would have built it."""
+        placed = {*self.placement.resident_layers, *self.placement.streamed_layers}
         for part, needed, built in (
-            ("backbone", mode.backbone_layers(self.num_layers), backbone),
-            ("river", mode.river_layers(self.num_layers, self.min_exit), set(self.placement.river_layers)),
+            ("backbone", backbone, placed),
+            ("river", river, set(self.placement.river_layers)),
         ):
             missing = sorted(set(needed) - built)
             if missing:
                 raise ModeError(
-                    f"mode {mode} needs {part} layers {missing[0]}..{missing[-1]}, which mode {self.placement.mode} "
-                    f"did not build: load with mode={text!r}, or with also_modes=({text!r},)"
+                    f"{what} needs {part} layers {missing[0]}..{missing[-1]}, which mode {self.placement.mode} "
+                    f"did not build: load with mode={remedy!r}, or with also_modes=({remedy!r},)"
                 )
-        return mode
 
 
 def _first(records: list[PassageRecord], path: str) -> int | None:

@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from policies.exit import ExitRule
 from river_offload.call import Call
+from river_offload.errors import UsageError
 from river_offload.store.store import Store
 from river_offload.trace import PassageRecord, Trace
 
@@ -84,15 +85,15 @@ class Passage:
     def observe(self, layers_run: int, entering: torch.Tensor, leaving: torch.Tensor) -> float | None:
         """A backbone layer has run, `layers_run` of them by now: look whether the states have settled.
 
-        Returns the signal if one was measured.
+        Returns the signal if one was measured and says something of the exit.
         """
         if not self.rule.wants_signal(layers_run):
             return None
-        signal = exit_signal(entering, leaving, self.real)
+        signal = self.rule.believed(exit_signal(entering, leaving, self.real))
         self.signals.append(signal)
         if self.rule.leaves(layers_run, signal):
             self.exit_depth = layers_run
-        return signal
+        return None if math.isnan(signal) else signal
 
 
 class Flow:
@@ -128,10 +129,17 @@ class Flow:
         return self._passage
 
     def open(self, call: Call) -> Passage:
-        """Begin the forward pass of a call of the decoder, under the rule in force."""
+        """Begin the forward pass of a call of the decoder, under the rule in force.
+
+        Raises UsageError when depths are forced and used up.
+        """
         if self._passage is not None or self.store.lends:
             self.store.broken_off()  # an interrupt came between the end of the last pass and its close
-        rule, cached_tokens = self.rule, call.cached_tokens
+        try:
+            rule = self.rule.of_passage(len(self.trace.records))
+        except IndexError as error:
+            raise UsageError(f"{error}: force one depth for each, that of the prompt included") from error
+        cached_tokens = call.cached_tokens
         self._passage = Passage(
             rule,
             call.rows,

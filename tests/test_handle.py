@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -88,6 +89,48 @@ def test_a_mode_that_was_not_built_is_refused_by_its_layers(
     both_modes = open_river("llama", mode=loaded, also_modes=(asked,))
     both_modes.river.mode = asked
     assert both_modes.generate(tokens(5), max_new_tokens=3, do_sample=False).shape == (1, 8)
+
+
+def test_forced_depths_are_gone_to_and_given_back(pair: Callable[..., Any]) -> None:
+    model, _ = pair(mode="exit", tau=0.6)
+    layers = model.river.num_layers
+    model.generate(tokens(6), max_new_tokens=2, do_sample=False)
+    asked = [layers, 1, 3, 2, layers]
+    with model.river.using(depths=asked):
+        model.generate(tokens(6), max_new_tokens=len(asked), do_sample=False)
+        with pytest.raises(UsageError, match=r"depths were given for 5 passages, this is number 6"):
+            model.generate(tokens(6), max_new_tokens=1, do_sample=False)
+    records = model.river.trace.records[2:]
+    assert [record.depth for record in records] == asked
+    # Measured as in mode exit, but no forecast may learn from signals that decide nothing.
+    assert [len(record.signals) for record in records] == [layers - 1, 1, 3, 2, layers - 1]
+    assert all(math.isnan(signal) for record in records for signal in record.signals)
+    assert (model.river.mode, model.river.tau) == ("exit", 0.6)
+    model.generate(tokens(6), max_new_tokens=2, do_sample=False)
+
+
+def test_forced_depths_compute_what_the_fixed_mode_does(open_river: Callable[..., Any]) -> None:
+    model = open_river("llama", mode="exit", also_modes=("quantized",))
+    for depth in (0, 2, model.river.num_layers):
+        with model.river.using(mode=f"fixed:{depth}"):
+            fixed = model(tokens(7)).logits
+        with model.river.using(depths=[depth]):
+            assert torch.equal(model(tokens(7)).logits, fixed)
+
+
+def test_forced_depths_that_cannot_be_are_refused(open_river: Callable[..., Any]) -> None:
+    model = open_river("llama", mode="exit", min_exit=2)
+    for depths, error, message in (
+        ([1, 3], ModeError, r"depths 1\.\.3 needs river layers 1\.\.1, which mode exit did not build"),
+        ([6], UsageError, r"depth 6 is forced on a model of 5 layers: use 0\.\.5"),
+    ):
+        with pytest.raises(error, match=message), model.river.using(depths=depths):
+            pass
+    with pytest.raises(UsageError, match="give one or the other"), model.river.using(depths=[3], tau=0.5):
+        pass
+    with model.river.using(depths=[3]):
+        model.river.mode = "exit"  # whoever sets a mode means it
+        model.generate(tokens(6), max_new_tokens=3, do_sample=False)
 
 
 def test_the_report_accounts_for_the_last_generate(pair: Callable[..., Any]) -> None:

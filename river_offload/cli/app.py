@@ -9,6 +9,7 @@ try:
     import typer
 
     from river_offload._version import __version__
+    from river_offload.cli.bench import bench
     from river_offload.cli.chat import chat
     from river_offload.cli.generate import generate
     from river_offload.cli.help import Command, Group
@@ -16,6 +17,7 @@ try:
     from river_offload.cli.prepare import prepare
     from river_offload.cli.streams import OutputError, guard_standard_streams
     from river_offload.cli.terminal import INTERRUPTED, Terminal
+    from river_offload.cli.trace import trace
 except KeyboardInterrupt:
     # The installed script imports this module before it can guard anything: Ctrl-C in its first tenth of a second.
     sys.exit(130)
@@ -38,6 +40,8 @@ app = typer.Typer(
 app.command(cls=Command)(generate)
 app.command(cls=Command)(chat)
 app.command(cls=Command)(prepare)
+app.command(cls=Command)(bench)
+app.command(cls=Command)(trace)
 
 
 def _show_version(wanted: bool) -> None:

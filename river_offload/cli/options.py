@@ -216,6 +216,37 @@ class SamplingOptions:
 
 
 @dataclass(frozen=True)
+class BenchOptions:
+    """What a bench runs."""
+
+    depths: Annotated[
+        str | None,
+        _option(
+            "--depths", "DEPTHS", "Bench", "Force the exits: fixed:D, geometric:MEAN[,full=SHARE] or a trace file."
+        ),
+    ] = None
+    tokens: Annotated[int | None, _option("--tokens", "N", "Bench", "Tokens to count.", 64)] = None
+    prompt_tokens: Annotated[
+        int | None, _option("--prompt-tokens", "N", "Bench", "Random tokens to start from.", 32)
+    ] = None
+    seed: Annotated[int | None, _option("--seed", "S", "Bench", "Of the prompt and of drawn depths.", 0)] = None
+
+    def check(self, model: ModelOptions) -> None:
+        """Raises UsageError for a value out of range and for options that exclude each other."""
+        for name, value in (("--tokens", self.tokens), ("--prompt-tokens", self.prompt_tokens)):
+            if value is not None and value < 1:
+                raise UsageError(f"{name} is {value}: expected a whole number of at least 1")
+        if self.seed is not None and not 0 <= self.seed < 2**63:
+            raise UsageError(f"--seed is {self.seed}: expected a whole number from 0 to 2^63 - 1")
+        if self.depths is not None:
+            mode = model.parsed_mode()
+            if mode.kind != "exit":
+                raise UsageError(f"--depths has no effect in mode {mode}, which fixes them: leave --mode out")
+            if model.tau is not None:
+                raise UsageError("--tau has no effect with --depths, which forces every exit: leave one of them out")
+
+
+@dataclass(frozen=True)
 class ShowOptions:
     """What is shown."""
 

@@ -62,7 +62,7 @@ def opened(model: str, arguments: dict[str, Any], terminal: Terminal) -> Iterato
     progress = terminal.progress()
     try:
         progress.start("starting", 0, "")
-        _hush_libraries()
+        hush_libraries()
         progress.finish()
         loaded = load(model, progress=progress, **arguments)
     finally:
@@ -85,7 +85,8 @@ def tokenizer_of(loaded: Loaded) -> Any:
     return loaded.river.tokenizer
 
 
-def _hush_libraries() -> None:
+def hush_libraries() -> None:
+    """Silence the libraries that a load brings in."""
     # Their warnings name Python arguments that a command line does not have; their bars would fight with ours.
     from transformers.utils import logging
 

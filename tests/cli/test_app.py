@@ -15,7 +15,9 @@ ROOT = Path(__file__).resolve().parents[2]
 HEAVY = ("torch", "transformers", "hqq", "numpy")
 
 
-@pytest.mark.parametrize("command", ["--help", "generate --help", "chat -h", "prepare -h", "--version"])
+@pytest.mark.parametrize(
+    "command", ["--help", "generate --help", "chat -h", "prepare -h", "bench -h", "trace -h", "--version"]
+)
 def test_help_answers_without_torch(command):
     program = (
         "import sys; from river_offload.cli.app import app\n"

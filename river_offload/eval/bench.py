@@ -1,0 +1,311 @@
+"""How fast a model runs here, beside what the machine would allow: first the ceilings, then the run.
+
+The prompt is random tokens and the depths may be forced, so that a checkpoint of random weights without a tokenizer
+measures the same as a trained one. Nothing is printed here.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.generation.streamers import BaseStreamer
+
+from policies.depths import Depths, ListedDepths, looks_like_file, parse_depths, summary
+from river_offload.config import RiverConfig
+from river_offload.errors import UsageError
+from river_offload.eval.ceilings import READERS, Span, disk_read_rate, host_to_device_rate, memory_read_rate
+from river_offload.loading import load_config
+from river_offload.planning.plan import Plan, make_plan
+from river_offload.progress import Progress, Silent
+from river_offload.trace import PassageRecord, Trace
+
+TOKENS = 64
+PROMPT_TOKENS = 32
+WARMUP_TOKENS = 1
+"""Tokens after the prompt's own that are not counted: the first one runs every kernel for the first time."""
+LINK_LIMIT_S = 8.0
+"""As long may measuring the raw link rate take: a few passages' worth of bytes from a slow disk."""
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """What the machine does at best, measured just before the run. Bytes per second."""
+
+    memory_read_bytes_per_s: float
+    link_bytes_per_s: float | None
+    """None when nothing is streamed."""
+    link: str | None = None
+    """What was measured for it."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to run."""
+
+    tokens: int | None = None
+    """Tokens to count; None for TOKENS, or as many as a trace of depths has."""
+    prompt_tokens: int = PROMPT_TOKENS
+    depths: Depths | None = None
+    """None: the mode decides, as ever."""
+    seed: int = 0
+
+    def counted(self) -> int:
+        """Tokens that are counted. Raises UsageError when a trace has too few passages to count any."""
+        if self.tokens is not None:
+            return self.tokens
+        if not isinstance(self.depths, ListedDepths):
+            return TOKENS
+        count = len(self.depths.depths) - 1 - WARMUP_TOKENS
+        if count < 1:
+            raise UsageError(
+                f"{self.depths} has {len(self.depths.depths)} passages: the prompt and a first token, which is not "
+                "counted, take two, so at least 3 are needed"
+            )
+        return count
+
+    def new_tokens(self) -> int:
+        """Tokens that are generated, one a passage: the prompt's, the first ones, the counted ones."""
+        return 1 + WARMUP_TOKENS + self.counted()
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a run did: the counted passages and the time between their tokens."""
+
+    records: Sequence[PassageRecord]
+    token_s: Sequence[float]
+    """Wall clock from one token to the next: the layers, the head, the choice of the token."""
+    prefill_s: float
+    report: dict[str, Any] = field(default_factory=dict)
+    """`model.river.report()`."""
+
+    @property
+    def seconds(self) -> float:
+        return sum(self.token_s)
+
+
+def read_depths(text: str) -> Depths:
+    """`fixed:D`, `geometric:MEAN[,full=SHARE]` or the depths of a trace file. Raises UsageError."""
+    if looks_like_file(text):
+        trace = Trace.read_jsonl(text)
+        return ListedDepths(tuple(record.depth for record in trace.records), text)
+    try:
+        return parse_depths(text)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+
+
+def bench(
+    config: RiverConfig, request: Request, *, progress: Progress | None = None, trace: Path | None = None
+) -> dict[str, Any]:
+    """Plan, measure the ceilings, load, run, close. Returns the object of `result`.
+
+    Args:
+        trace: where to write the trace of the whole run, the passages that are not counted included.
+
+    Raises UsageError for a request that the model cannot serve, and what `load` raises.
+    """
+    progress = progress or Silent()
+    plan = make_plan(config, progress)
+    try:
+        forced = forced_depths(request, plan.structure.num_layers, config.min_exit)
+        progress.start("measuring the machine", 0, "")
+        ceilings = measure_ceilings(plan)
+    finally:
+        progress.finish()
+        plan.checkpoint.close()
+    model = load_config(config, progress)
+    try:
+        model.river.trace.about.update(_about(config, request))
+        try:
+            run = measure(model, request, forced, progress)
+        finally:
+            if trace is not None:
+                model.river.trace.write_jsonl(trace)
+        return result(ceilings, run, described(model, request))
+    finally:
+        model.river.close()
+
+
+def forced_depths(request: Request, num_layers: int, min_exit: int) -> tuple[int, ...] | None:
+    """The depth of each passage, the prompt's first; None when the mode decides.
+
+    A rule gives those of the counted tokens; the passages before go as deep as the deepest of them, as a prompt, whose
+    signal is the smallest over its tokens, does. Raises UsageError for depths that the model or the river cannot have.
+    """
+    if request.depths is None:
+        return None
+    before, counted = 1 + WARMUP_TOKENS, request.counted()
+    try:
+        if isinstance(request.depths, ListedDepths):
+            return request.depths.draw(before + counted, num_layers, lowest=min_exit)
+        drawn = request.depths.draw(counted, num_layers, lowest=min_exit, seed=request.seed)
+    except ValueError as error:
+        raise UsageError(f"depths: {error}") from error
+    return (max(drawn),) * before + drawn
+
+
+def measure_ceilings(plan: Plan) -> Ceilings:
+    """Memory read rate of the device, and the raw rate of the way that the streamed layers come."""
+    memory = memory_read_rate(plan.device)
+    placement = plan.placement
+    if not placement.streamed_layers:
+        return Ceilings(memory, None)
+    if plan.device.type == "cuda":
+        rate = host_to_device_rate(plan.device, pinned=True, nbytes=placement.slot_bytes)
+        return Ceilings(memory, rate, f"pinned host memory to {plan.device}, one layer at a time")
+    disk = disk_read_rate(streamed_spans(plan), max_s=LINK_LIMIT_S)
+    way = "O_DIRECT" if disk.direct else "page cache dropped"
+    return Ceilings(memory, disk.bytes_per_s, f"the streamed layers' own bytes from disk, {READERS} readers, {way}")
+
+
+def streamed_spans(plan: Plan) -> list[Span]:
+    """Where the streamed layers' weights lie in the checkpoint's files."""
+    structure, entries = plan.structure, plan.checkpoint.entries
+    found = (
+        entries[plan.keys[structure.full_name(layer, name)]]
+        for layer in plan.placement.streamed_layers
+        for name in structure.weight_shapes(layer)
+    )
+    return [Span(entry.file, entry.offset, entry.nbytes) for entry in found]
+
+
+def measure(
+    model: PreTrainedModel, request: Request, forced: Sequence[int] | None = None, progress: Progress | None = None
+) -> Run:
+    """Generate greedily after a random prompt and time each token.
+
+    Args:
+        forced: depths for all passages (`forced_depths`); None leaves the exits to the mode.
+    """
+    river = model.river
+    text_config = model.config.get_text_config(decoder=True)
+    generator = torch.Generator().manual_seed(request.seed)
+    ids = torch.randint(0, text_config.vocab_size, (1, request.prompt_tokens), generator=generator).to(model.device)
+    clock = _Clock(request.new_tokens(), progress or Silent())
+    own, model.generation_config = model.generation_config, _greedy_to_the_end()
+    try:
+        with river.using(depths=forced) if forced is not None else river.using():
+            model.generate(
+                ids, attention_mask=torch.ones_like(ids), max_new_tokens=request.new_tokens(), streamer=clock
+            )
+    finally:
+        model.generation_config = own
+        clock.end()
+    counted = request.counted()
+    stamps = clock.stamps_s
+    token_s = [later - earlier for earlier, later in pairwise(stamps)]
+    return Run(river.trace.records[-counted:], token_s[-counted:], token_s[0], river.report())
+
+
+def result(ceilings: Ceilings, run: Run, config: dict[str, Any]) -> dict[str, Any]:
+    """The JSON object of a bench: plain values; a figure that there is none of is None.
+
+    `bytes_per_token` is what a token moved over the link, `hidden_copy_share` the share of the copying that no token
+    stood still for, `link_over_ceiling` the link's mean rate over the whole run beside its raw rate: a run that streams
+    all layers of every token comes near 1, one that leaves early should not.
+    """
+    records, tokens, seconds = run.records, len(run.records), run.seconds
+    nbytes = sum(record.bytes_streamed for record in records)
+    stall_s = sum(record.wait_s for record in records)
+    link = ceilings.link_bytes_per_s
+    copy_s = _copy_s(records, nbytes, link)
+    ordered = sorted(run.token_s)
+    return {
+        "ceilings": asdict(ceilings),
+        "tokens_per_s": tokens / seconds,
+        "bytes_per_token": nbytes / tokens,
+        "hidden_copy_share": max(1 - stall_s / copy_s, 0.0) if copy_s else None,
+        "stall_s": stall_s,
+        "wasted_bytes": _sum_of("wasted_bytes", records),
+        "link_over_ceiling": nbytes / seconds / link if link and nbytes else None,
+        "config": config,
+        "depths": summary([record.depth for record in records], run.report["num_layers"]),
+        "misses": _sum_of("misses", records),
+        "tokens": tokens,
+        "token_s": {"median": median(ordered), "p95": ordered[int(0.95 * (tokens - 1))], "max": ordered[-1]},
+        "seconds": {"load": run.report["seconds"]["load"], "prefill": run.prefill_s, "run": seconds},
+        "peak_device_bytes": run.report["peak_device_bytes"],
+        "budget_bytes": run.report["budget_bytes"],
+        "kernel": run.report["kernel"],
+    }
+
+
+def described(model: PreTrainedModel, request: Request) -> dict[str, Any]:
+    """What was run, on what: the options of the load as they turned out, the placement, the machine's threads."""
+    river = model.river
+    config, placement = river.config, river.placement
+    options = {name: value for name, value in asdict(config).items() if name not in ("quant", "cache_dir")}
+    return options | {
+        "mode": river.mode,
+        "tau": river.tau if river.mode == "exit" and request.depths is None else None,
+        "budget": placement.budget_bytes,
+        "also_modes": list(config.also_modes),
+        "bits": config.quant.bits,
+        "group_size": config.quant.group_size,
+        "device": str(model.device),
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "depths": None if request.depths is None else str(request.depths),
+        "prompt_tokens": request.prompt_tokens,
+        "seed": request.seed,
+        "num_layers": river.num_layers,
+        "resident_layers": len(placement.resident_layers),
+        "streamed_layers": len(placement.streamed_layers),
+        "slots": placement.slots,
+        "slot_bytes": placement.slot_bytes,
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+    }
+
+
+class _Clock(BaseStreamer):
+    """A streamer of transformers that notes when each token was there. On a GPU the token has been waited for."""
+
+    def __init__(self, tokens: int, progress: Progress) -> None:
+        self.stamps_s: list[float] = []
+        self._progress = progress
+        progress.start("running", tokens, "tokens")
+
+    def put(self, value: torch.Tensor) -> None:
+        """First the prompt, then token by token."""
+        self.stamps_s.append(time.perf_counter())
+        if len(self.stamps_s) > 1:
+            self._progress.advance(1)
+
+    def end(self) -> None:
+        self._progress.finish()
+
+
+def _greedy_to_the_end() -> GenerationConfig:
+    """No stop token and no habits of the checkpoint's own: a run has the length that was asked for."""
+    return GenerationConfig(do_sample=False, num_beams=1, pad_token_id=0)
+
+
+def _copy_s(records: Sequence[PassageRecord], nbytes: int, link: float | None) -> float | None:
+    """Seconds that the link was copying: as the records say, else what the bytes take at its raw rate."""
+    if all(hasattr(record, "copy_s") for record in records):
+        return _sum_of("copy_s", records) or None
+    return nbytes / link if link and nbytes else None
+
+
+def _sum_of(name: str, records: Sequence[PassageRecord]) -> Any:
+    """The sum of a figure that older traces do not have: nothing was fetched ahead then, and nothing in vain."""
+    return sum(getattr(record, name, 0) for record in records)
+
+
+def _about(config: RiverConfig, request: Request) -> dict[str, Any]:
+    return {
+        "model": config.model,
+        "mode": config.mode,
+        "tau": config.tau,
+        "min_exit": config.min_exit,
+        "depths": None if request.depths is None else str(request.depths),
+    }

@@ -1,0 +1,90 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from river_offload.cli.app import app
+from river_offload.cli.bench import lines
+from river_offload.eval import bench as measuring
+
+
+@pytest.fixture
+def command(checkpoint):
+    from families import budget_for
+
+    budget = budget_for(checkpoint("llama"), 1)
+    options = ["--budget", str(budget), "--context", "64", "--device", "cpu", "--tokens", "4", "--prompt-tokens", "3"]
+    return ["bench", str(checkpoint("llama")), *options]
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setattr(measuring, "memory_read_rate", lambda device: 30e9)
+
+
+def test_json_has_the_promised_figures(runner, command, tmp_path):
+    trace = tmp_path / "trace.jsonl"
+    done = runner.invoke(app, [*command, "--depths", "geometric:2,full=0.5", "--json", "--trace", str(trace)])
+    assert done.exit_code == 0, done.output
+    answer = json.loads(done.stdout)
+    assert answer["ceilings"]["memory_read_bytes_per_s"] == 30e9
+    assert answer["ceilings"]["link_bytes_per_s"] > 0
+    for name in ("tokens_per_s", "bytes_per_token", "link_over_ceiling"):
+        assert answer[name] > 0, name
+    assert 0 <= answer["hidden_copy_share"] <= 1 and answer["wasted_bytes"] >= 0 and answer["stall_s"] >= 0
+    assert answer["depths"]["full_share"] == 0.5
+    assert (answer["config"]["depths"], answer["config"]["prompt_tokens"]) == ("geometric:2,full=0.5", 3)
+    again = runner.invoke(app, [*command[:-4], "--depths", str(trace), "--json", "-q"])
+    assert again.exit_code == 0, again.output
+    assert (json.loads(again.stdout)["depths"], again.stderr) == (answer["depths"], "")
+
+
+def test_text_for_people(runner, command):
+    done = runner.invoke(app, [*command, "--mode", "backbone", "-q"])
+    assert done.exit_code == 0, done.output
+    names = [line.split("  ")[0] for line in done.stdout.splitlines()]
+    assert names == ["model", "layers", "memory reads", "link", "speed", "depth", "streamed", "peak"]
+    assert "100% at full depth" in done.stdout and "4 tokens in" in done.stdout
+
+
+def test_a_run_that_streams_nothing_says_so():
+    figures = {
+        "ceilings": {"memory_read_bytes_per_s": 3e10, "link_bytes_per_s": None, "link": None},
+        "config": {"model": "m", "mode": "exit", "device": "cpu", "dtype": "bfloat16", "resident_layers": 4,
+                   "streamed_layers": 0, "slots": 0, "slot_bytes": 0, "num_layers": 4},
+        "depths": {"mean": 3.0, "full_share": 0.0}, "tokens_per_s": 2.0, "tokens": 4, "link_over_ceiling": None,
+        "seconds": {"run": 2.0}, "token_s": {"median": 0.5, "max": 0.6}, "peak_device_bytes": 2**20,
+        "budget_bytes": 2**21,
+    }  # fmt: skip
+    assert lines(figures) == [
+        "model         m · mode exit · cpu bfloat16",
+        "layers        4 resident, none streamed",
+        "memory reads  at most 30.00 GB/s",
+        "link          not needed",
+        "speed         2.00 tok/s · 4 tokens in 2.0 s · median 500.0 ms, longest 600.0 ms",
+        "depth         mean 3.0 of 4 · 0% at full depth",
+        "streamed      nothing",
+        "peak          1.0 MiB of 2.0 MiB",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--tokens", "0"], "--tokens is 0"),
+        (["--prompt-tokens", "0"], "--prompt-tokens is 0"),
+        (["--seed", "-1"], "--seed is -1"),
+        (["--depths", "uniform:3"], "cannot be read"),
+        (["--depths", "geometric:x"], "unknown depths 'geometric:x'"),
+        (["--depths", "fixed:3", "--mode", "backbone"], "--depths has no effect in mode backbone"),
+        (["--depths", "fixed:3", "--tau", "0.7"], "--tau has no effect with --depths"),
+        (["--depths", "fixed:9"], "passage 0 is to leave after 9 layers: expected 1..5"),
+        (["--tokens", "100"], "do not fit a context of 64"),
+    ],
+)
+def test_what_cannot_be_run_is_refused_before_anything_is_loaded(runner, command, options, message, monkeypatch):
+    monkeypatch.setattr(measuring, "load_config", lambda *_: pytest.fail("loaded"))
+    done = runner.invoke(app, [*command, *options])
+    assert done.exit_code == 2, done.output
+    assert message in done.stderr
