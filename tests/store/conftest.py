@@ -1,4 +1,4 @@
-"""`make_rig(link, layers, slots, ...)`: a store over a link, closed when the test ends; a file and a reader of files."""
+"""`make_rig(link, layers, slots, ...)`: a store over a link, closed when the test ends; a file and what reads it."""
 
 from __future__ import annotations
 
