@@ -58,7 +58,7 @@ def _load_bytes(structure: Structure, precision: Precision, layer: int, stored_d
         return 0
     shapes = structure.weight_shapes(layer).values()
     stored_bytes = sum(torch.Size(shape).numel() for shape in shapes) * (stored_dtype_bytes or precision.dtype.itemsize)
-    block_bytes = HQQ_BYTES_PER_COLUMN * max(shape[-1] for shape in shapes)
+    block_bytes = torch.get_num_threads() * HQQ_BYTES_PER_COLUMN * max(shape[-1] for shape in shapes)
     return stored_bytes + precision.river_bytes(structure.layers[layer]) + block_bytes
 
 
