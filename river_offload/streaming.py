@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -55,21 +56,40 @@ def open_streaming(plan: Plan, disk: DiskTier, layouts: list[Layout]) -> Streami
     if plan.device.type == "cpu":
         sizes = {layer: disk.stored_bytes(layer) for layer in layers}
         return Streaming(slots, CpuLink(disk, slots), sizes, prefetcher, None, lambda: disk.reader.nbytes)
-    sizes = {layer: layouts[layer].nbytes for layer in layers}
     budget_bytes = plan.config.host_budget
     if budget_bytes is None:
         budget_bytes, _ = free_device_bytes(torch.device("cpu"))
+    link, memory = open_cuda_link(layers, disk, layouts, slots, plan.device, budget_bytes, cuda=torch.cuda)
+    sizes = {layer: layouts[layer].nbytes for layer in layers}
+    return Streaming(slots, link, sizes, prefetcher, memory, lambda: 0)
+
+
+def open_cuda_link(
+    layers: Sequence[int],
+    disk: DiskTier,
+    layouts: Sequence[Layout],
+    slots: Slots,
+    device: torch.device,
+    budget_bytes: int,
+    *,
+    cuda: Any,
+) -> tuple[CudaLink, HostMemory]:
+    """The link of a GPU, with as many layers in pinned host memory as the budget allows, and that memory.
+
+    Args:
+        cuda: the `torch.cuda` namespace, or a fake one.
+    """
+    sizes = {layer: layouts[layer].nbytes for layer in layers}
     held = layers_to_hold(sizes, budget_bytes)
     need_bytes = sum(sizes[layer] for layer in held) + (RING_BYTES if len(held) < len(layers) else 0)
-    memory = HostMemory(need_bytes, torch.cuda.cudart())
-    event = functools.partial(torch.cuda.Event, blocking=True)  # or a waiting thread would spin
+    memory = HostMemory(need_bytes, cuda.cudart())
+    event = functools.partial(cuda.Event, blocking=True)  # or a waiting thread would spin
     try:
         source = HostSource(HostTier(disk, held, layouts, memory), disk, layouts, event=event)
     except BaseException:
         memory.close()
         raise
-    link = CudaLink(source, slots, sizes, plan.device, cuda=torch.cuda)
-    return Streaming(slots, link, sizes, prefetcher, memory, lambda: 0)
+    return CudaLink(source, slots, sizes, device, cuda=cuda), memory
 
 
 def layers_to_hold(sizes: Mapping[int, int], budget_bytes: int) -> list[int]:

@@ -5,18 +5,25 @@ from __future__ import annotations
 import errno
 import os
 import threading
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from fake_cuda import FakeCuda, FakeRuntime, queue_copies
 from families import both, budget_for, load_tiny, logits_of_steps, poison_slots, tokens
 
+from river_offload import streaming
+from river_offload.checkpoint.safetensors_files import Checkpoint
 from river_offload.errors import LinkError, RiverError
 from river_offload.store import files
-from river_offload.store.ring import RING_BYTES
-from river_offload.streaming import layers_to_hold
+from river_offload.store.layout import Layout
+from river_offload.store.ring import CHUNK_BYTES, RING_BUFFERS, RING_BYTES
+from river_offload.store.slots import Slots
+from river_offload.store.tiers import DiskTier
+from river_offload.streaming import layers_to_hold, open_cuda_link
 
 SIZES = {2: 100, 3: 100, 4: 50}
 
@@ -38,6 +45,46 @@ def test_shallow_layers_go_first_when_not_all_fit() -> None:
     large = dict.fromkeys(range(2, 8), RING_BYTES)
     assert layers_to_hold(large, 3 * RING_BYTES + 5) == [2, 3]
     assert layers_to_hold(large, 5 * RING_BYTES) == [2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("budget", ["all", "half", "none"])
+@pytest.mark.parametrize("limit", [1 << 40, 400_000])
+def test_a_gpu_link_is_fed_from_host_memory_and_from_disk(
+    budget: str, limit: int, checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The wiring of the GPU's tiers on a fake GPU, with a runtime that pins everything or only two layers."""
+    monkeypatch.setattr(streaming, "RING_BYTES", 0)  # or no layer of a tiny model would be worth holding
+    files = Checkpoint.open(checkpoint("llama"))
+    keys = [
+        {name: name for name in files.entries if name.startswith(f"model.layers.{i}.") and "norm" not in name}
+        for i in range(5)
+    ]
+    layouts = [Layout.of({name: files.entries[name].shape for name in layer}, torch.float32) for layer in keys]
+    slots = Slots(2, layouts, torch.device("cpu"))
+    cuda, runtime = FakeCuda(), FakeRuntime(limit)
+    monkeypatch.setattr(cuda, "cudart", lambda: runtime, raising=False)
+    queue_copies(cuda, monkeypatch)
+    budget_bytes = {"all": 5, "half": 2, "none": 0}[budget] * layouts[0].nbytes
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that it could not pin, and how much
+        link, memory = open_cuda_link(
+            range(5), DiskTier(files, keys, layouts), layouts, slots, torch.device("cpu"), budget_bytes, cuda=cuda
+        )
+        for layer in (0, 4, 1, 3, 2):
+            link.fetch(layer, layer % 2)
+            link.wait(layer % 2)
+            cuda.drain()
+            for name, parameter in slots.parameters(layer, layer % 2).items():
+                assert torch.equal(parameter, files.read(name))
+            link.release(layer % 2)
+    ring_bytes = 0 if budget == "all" else RING_BUFFERS * CHUNK_BYTES
+    assert memory.pinned_bytes + memory.pageable_bytes == budget_bytes + ring_bytes
+    assert memory.pinned_bytes == sum(runtime.registered.values()) <= limit
+    assert cuda.synchronized == 0
+    link.close()
+    link.close()
+    files.close()
+    assert runtime.registered == {}
 
 
 @pytest.mark.parametrize("prefetch", ["none", "next", "predicted"])

@@ -8,96 +8,24 @@ write to the same place) starts when that has landed.
 
 from __future__ import annotations
 
-import ctypes
 import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 
 from river_offload.errors import LinkError
-from river_offload.store.files import BLOCK_BYTES, SourceFile
-from river_offload.store.pinned import page_aligned
+from river_offload.store.pieces import PIECE_BYTES, Buffer, Piece, Span, buffer_bytes_for, piece_bytes_for
 
 THREADS = 4
 """Readers that keep an NVMe disk busy; more than 4 gain little."""
-PIECE_BYTES = 1 << 20
-"""What a thread reads at once, unless the largest tensor is smaller."""
-_SERIAL_ELEMENTS = 32_000
-"""Torch converts this many elements in the calling thread. For more it wakes its own threads, which compute."""
 
 
 def reader_bytes(largest_bytes: int, threads: int = THREADS) -> int:
-    """Memory of a reader's buffers: each has room for a piece that starts and ends anywhere in a block of the disk."""
-    return threads * (_piece_bytes(largest_bytes) + 2 * BLOCK_BYTES)
-
-
-def _piece_bytes(largest_bytes: int) -> int:
-    return min(PIECE_BYTES, -(-largest_bytes // BLOCK_BYTES) * BLOCK_BYTES)
-
-
-@dataclass(frozen=True, slots=True)
-class Span:
-    """A range of a file and the tensor that it fills: flat, contiguous, on the CPU.
-
-    `target` may have another dtype than the file (`stored`): the values are converted on the way.
-    """
-
-    file: SourceFile
-    offset: int
-    nbytes: int
-    target: torch.Tensor
-    stored: torch.dtype
-
-    def pieces(self, piece_bytes: int) -> Iterator[Piece]:
-        """Cut at whole pieces of the file, so that neighbours share no block of the disk."""
-        item, start = self.stored.itemsize, 0
-        while start < self.nbytes:
-            edge = ((self.offset + start) // piece_bytes + 1) * piece_bytes - self.offset
-            stop = min(max(edge // item * item, start + item), self.nbytes)
-            yield Piece(self, start, stop)
-            start = stop
-
-
-class Piece(NamedTuple):
-    """Bytes `start` to `stop` of a span."""
-
-    span: Span
-    start: int
-    stop: int
-
-    @property
-    def nbytes(self) -> int:
-        return self.stop - self.start
-
-    def bring(self, buffer: _Buffer) -> None:
-        """Read the piece through `buffer` into its place. Raises LinkError."""
-        span = self.span
-        skip = span.file.read(buffer.memory, span.offset + self.start, self.nbytes)
-        if span.stored == span.target.dtype:
-            ctypes.memmove(span.target.data_ptr() + self.start, buffer.address + skip, self.nbytes)
-            return
-        item = span.stored.itemsize
-        values = buffer.tensor[skip : skip + self.nbytes]
-        if skip % item:
-            values = values.clone()
-        first, values = self.start // item, values.view(span.stored)
-        for at in range(0, len(values), _SERIAL_ELEMENTS):
-            part = values[at : at + _SERIAL_ELEMENTS]
-            span.target[first + at : first + at + len(part)].copy_(part)
-
-
-class _Buffer:
-    """Page-aligned memory that one thread reads into."""
-
-    def __init__(self, nbytes: int) -> None:
-        self.tensor = page_aligned(nbytes)
-        self.memory = self.tensor.numpy().data
-        self.address = self.tensor.data_ptr()
+    """Memory of a reader's buffers, when no range is larger than `largest_bytes`."""
+    return threads * buffer_bytes_for(piece_bytes_for(largest_bytes))
 
 
 class Ticket:
@@ -161,7 +89,7 @@ class Reader:
 
     def __init__(self, threads: int = THREADS, largest_bytes: int = PIECE_BYTES) -> None:
         self._buffers_bytes = reader_bytes(largest_bytes, threads)
-        self._piece_bytes = _piece_bytes(largest_bytes)
+        self._piece_bytes = piece_bytes_for(largest_bytes)
         self._wanted = threads
         self._threads: list[threading.Thread] = []
         self._changed = threading.Condition()
@@ -238,7 +166,7 @@ class Reader:
         """A thread's life. One that ends before its time leaves nobody waiting."""
         try:
             with torch.inference_mode():  # or a slot that was made in this mode could not be written to
-                buffer = _Buffer(self._buffers_bytes // self._wanted)
+                buffer = Buffer(self._buffers_bytes // self._wanted)
                 while (work := self._next()) is not None:
                     self._bring(*work, buffer)
         finally:
@@ -247,7 +175,7 @@ class Reader:
                 if not self._threads:
                     self._fail_all(f"the last reader thread ended: {sys.exception()!r}")
 
-    def _bring(self, ticket: Ticket, piece: Piece, buffer: _Buffer) -> None:
+    def _bring(self, ticket: Ticket, piece: Piece, buffer: Buffer) -> None:
         failure: LinkError | None = LinkError(
             f"{piece.span.file.path}: a reader thread died at byte {piece.span.offset + piece.start}; try again"
         )

@@ -10,8 +10,9 @@ import torch
 
 from river_offload.store.files import SourceFile
 from river_offload.store.layout import Layout
+from river_offload.store.pieces import Span
 from river_offload.store.pinned import HostMemory
-from river_offload.store.reader import Reader, Span, Ticket
+from river_offload.store.reader import Reader, Ticket
 
 
 class TensorEntry(Protocol):

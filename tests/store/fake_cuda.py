@@ -12,6 +12,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -139,6 +140,37 @@ class FakeEvent:
     def elapsed_time(self, end: FakeEvent) -> float:
         assert self.query() and end.query(), "both events must have happened"
         return 1.0
+
+
+class FakeRuntime:
+    """Registers up to a limit, then fails; the error sticks until somebody asks for it."""
+
+    cudaError = SimpleNamespace(success=0)
+
+    def __init__(self, limit_bytes: int) -> None:
+        self.limit_bytes = limit_bytes
+        self.registered: dict[int, int] = {}
+        self.sticky = 0
+        self.tries = 0
+
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
+        self.tries += 1
+        if sum(self.registered.values()) + nbytes > self.limit_bytes:
+            self.sticky = 2
+            return 2
+        self.registered[address] = nbytes
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> int:
+        del self.registered[address]
+        return 0
+
+    def cudaGetErrorString(self, error: int) -> str:
+        return {2: "out of memory"}[error]
+
+    def cudaGetLastError(self) -> int:
+        error, self.sticky = self.sticky, 0
+        return error
 
 
 def queue_copies(cuda: FakeCuda, patch: pytest.MonkeyPatch) -> None:

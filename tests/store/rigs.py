@@ -180,4 +180,13 @@ def random_passages(layers: int, count: int, seed: int) -> Iterator[tuple[int, f
         yield depth, skipped
 
 
+def drive(rig: Rig, passages: int = 6, seed: int = 0) -> None:
+    """Several passages of any depth, layers skipped, then the comparison."""
+    for depth, skipped in random_passages(rig.layers, passages, seed):
+        rig.passage(depth, skipped)
+        if rig.cuda and seed % 2:
+            rig.cuda.drain()
+    rig.check()
+
+
 Make = Callable[..., Rig]

@@ -6,44 +6,13 @@ import mmap
 import platform
 import resource
 import warnings
-from types import SimpleNamespace
 
 import pytest
+from fake_cuda import FakeRuntime
 
 from river_offload.errors import RiverError
 from river_offload.store import pinned
 from river_offload.store.pinned import HostMemory, page_aligned
-
-
-class FakeRuntime:
-    """Registers up to a limit, then fails; the error sticks until somebody asks for it."""
-
-    cudaError = SimpleNamespace(success=0)
-
-    def __init__(self, limit_bytes: int) -> None:
-        self.limit_bytes = limit_bytes
-        self.registered: dict[int, int] = {}
-        self.sticky = 0
-        self.tries = 0
-
-    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
-        self.tries += 1
-        if sum(self.registered.values()) + nbytes > self.limit_bytes:
-            self.sticky = 2
-            return 2
-        self.registered[address] = nbytes
-        return 0
-
-    def cudaHostUnregister(self, address: int) -> int:
-        del self.registered[address]
-        return 0
-
-    def cudaGetErrorString(self, error: int) -> str:
-        return {2: "out of memory"}[error]
-
-    def cudaGetLastError(self) -> int:
-        error, self.sticky = self.sticky, 0
-        return error
 
 
 def test_pages_are_aligned_and_zeroed() -> None:
