@@ -43,7 +43,7 @@ def place(
         needed_bytes=smallest.planned_bytes,
         terms=smallest.terms,
         largest_term=max(smallest.terms, key=smallest.terms.__getitem__),
-        advice=(*_cheaper_parts(smallest), *_cheaper_modes(smallest, sizes, slots)),
+        advice=(*_cheaper_parts(smallest, sizes), *_cheaper_modes(smallest, sizes, slots)),
     )
 
 
@@ -86,6 +86,7 @@ def _candidates(
                     "other": sizes.other_bytes,
                     "kv": sizes.kv_bytes,
                     "transient": sizes.transient_bytes,
+                    "loading": max(0, sizes.load_bytes - sizes.kv_bytes - sizes.transient_bytes) if river else 0,
                 },
             )
 
@@ -94,21 +95,24 @@ def _cheapest(candidates: Sequence[Placement]) -> Placement:
     return min(candidates, key=lambda candidate: candidate.planned_bytes)
 
 
-def _cheaper_parts(smallest: Placement) -> list[str]:
+def _cheaper_parts(smallest: Placement, sizes: ModelSizes) -> list[str]:
     """What would shrink the parts of the smallest placement, the largest part first."""
     remedies = {
         "kv": "a smaller context or batch",
         "transient": "a smaller context or batch",
         "river": "fewer bits for the river",
-        "head": "the head on 8 bits",
     }
+    if sizes.head_can_shrink:
+        remedies["head"] = "the head on 8 bits"
     if smallest.slots > 1:
         remedies["slots"] = "a single slot, which gives up reading ahead"
-    terms = sorted(smallest.terms.items(), key=lambda term: term[1], reverse=True)
+    shares: dict[str, int] = {}
+    for name, remedy in remedies.items():
+        shares[remedy] = shares.get(remedy, 0) + smallest.terms[name]
     return [
-        f"{remedies[name]} ({name}: {_percent(size_bytes, smallest)} of the need)"
-        for name, size_bytes in terms
-        if size_bytes and name in remedies
+        f"{remedy} ({_percent(size_bytes, smallest)} of the need)"
+        for remedy, size_bytes in sorted(shares.items(), key=lambda share: share[1], reverse=True)
+        if size_bytes > 0.01 * smallest.planned_bytes
     ]
 
 

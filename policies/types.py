@@ -66,6 +66,8 @@ class ModelSizes:
     embed_bytes: int
     head_bytes: int
     """0 when the head is tied to the embedding."""
+    head_can_shrink: bool
+    """Whether a head of its own is there that fewer bits would make smaller."""
     other_bytes: int
     """Final norm, rotary tables, other buffers."""
     kv_bytes: int
@@ -76,6 +78,8 @@ class ModelSizes:
     """Where the embedding can rest when it is not on the device; None when it must stay (tied to the head)."""
     embed_away_bytes: int = 0
     """Device bytes it still costs when it rests there."""
+    load_bytes: int = 0
+    """Beside what is placed, while the last layer is loaded: before the cache, slots and working memory are in use."""
     staging_bytes: int = 0
     """Extra device bytes a streamed load needs beside its slot (conversion of dtype), 0 when read in place."""
 

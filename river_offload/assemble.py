@@ -6,14 +6,18 @@ The same code runs on real tensors (`load`) and on fake ones (the dry run of the
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
-from typing import Protocol
+import functools
+from collections.abc import Mapping
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from policies.exit import ExitRule
 from policies.types import Placement
+from river_offload.call import Call
+from river_offload.errors import UsageError
+from river_offload.kv.cache import SharedCache
 from river_offload.layer import RiverLayer
 from river_offload.passage import Flow
 from river_offload.store.link import Link
@@ -144,8 +148,9 @@ def _place_outside(structure: Structure, placement: Placement, parts: Parts, dev
 
 
 def _copy_sharing_norms(layer: nn.Module) -> nn.Module:
-    """A copy of the layer that has the very same parameters: the norms stay shared, the linears will be replaced."""
-    return copy.deepcopy(layer, memo={id(t): t for t in (*layer.parameters(), *layer.buffers())})
+    """A copy of the layer that has the very same parameters and config: norms stay shared, linears will be replaced."""
+    shared = [*layer.parameters(), *layer.buffers(), *(m.config for m in layer.modules() if hasattr(m, "config"))]
+    return copy.deepcopy(layer, memo={id(thing): thing for thing in shared})
 
 
 def _clear_weights(layer: nn.Module, names: Mapping[str, object]) -> None:
@@ -175,17 +180,33 @@ def _move_buffers(module: nn.Module, device: torch.device, *, recurse: bool = Tr
 
 
 def _follow_passages(structure: Structure, flow: Flow) -> None:
-    """Open a passage when the decoder starts and close it when it ends, on torch's own seam for that."""
+    """Make every call of the decoder one passage, closed whichever way the call ends.
 
-    def opened(_: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
-        _open(flow, args, kwargs)
+    A call that fails or is interrupted leaves the shared cache as it found it: else its layers would differ in length.
+    """
+    decoder = structure.decoder
+    plain = decoder.forward
 
-    def closed(_: nn.Module, __: object, output: object) -> None:
-        # Called with None in place of an output when the forward raised.
-        flow.close(completed=output is not None)
+    @functools.wraps(plain)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        call = Call.of(args, kwargs)
+        before = call.cache.mark() if isinstance(call.cache, SharedCache) else None
+        completed = False
+        if not flow.lock.acquire(blocking=False):
+            raise UsageError("this model runs in another thread: one forward pass, and one generate, at a time")
+        try:
+            flow.open(call)
+            output = plain(*args, **kwargs)
+            completed = True
+            return output
+        finally:
+            if not completed and before is not None:
+                assert isinstance(call.cache, SharedCache)
+                call.cache.back_to(before)
+            flow.close(completed=completed)
+            flow.lock.release()
 
-    structure.decoder.register_forward_pre_hook(opened, with_kwargs=True)
-    structure.decoder.register_forward_hook(closed, always_call=True)
+    decoder.forward = forward
 
 
 def _pack_head_input(model: nn.Module) -> None:
@@ -199,40 +220,3 @@ def _pack_head_input(model: nn.Module) -> None:
         return (args[0].clone(memory_format=torch.contiguous_format), *args[1:])
 
     model.get_output_embeddings().register_forward_pre_hook(pack)  # type: ignore[operator]
-
-
-def _open(flow: Flow, args: Sequence[object], kwargs: Mapping[str, object]) -> None:
-    """Open the passage of a call of the decoder: its batch, tokens and padding."""
-    tokens = kwargs.get("input_ids")
-    if tokens is None:
-        tokens = args[0] if args else kwargs.get("inputs_embeds")
-    assert isinstance(tokens, torch.Tensor), "the decoder was called without input_ids and inputs_embeds"
-    cache = kwargs.get("cache", kwargs.get("past_key_values"))
-    cached_tokens = int(cache.get_seq_length()) if cache is not None else 0  # type: ignore[attr-defined]
-    batch, new_tokens = tokens.shape[:2]
-    flow.open(
-        batch=batch,
-        new_tokens=new_tokens,
-        cached_tokens=cached_tokens,
-        real=real_tokens(kwargs.get("attention_mask"), new_tokens, cached_tokens),
-    )
-
-
-def real_tokens(mask: object, new_tokens: int, cached_tokens: int) -> torch.Tensor | None:
-    """Which of the new tokens are no padding: bool [batch, new_tokens], or None when all are.
-
-    Args:
-        mask: what the decoder was given: None, a 2-d mask over all tokens, a 4-d one (transformers makes it early for a
-            static cache) or a dict of 4-d ones by attention type.
-    """
-    if isinstance(mask, dict):
-        mask = mask.get("full_attention", next(iter(mask.values()), None))
-    if not isinstance(mask, torch.Tensor) or new_tokens == 1:  # a token that is being generated is real
-        return None
-    if mask.ndim == 2:
-        return mask[:, -new_tokens:].bool()
-    # A real token sees itself, whatever the window; a padding token is hidden from every query. The first new token
-    # stands after the cached ones, or, where a window has dropped some of those, before the end of the keys.
-    allowed = mask if mask.dtype == torch.bool else mask >= 0
-    first = min(cached_tokens, allowed.shape[-1] - new_tokens)
-    return torch.diagonal(allowed[:, 0], offset=first, dim1=-2, dim2=-1)[:, :new_tokens]

@@ -6,7 +6,6 @@ Never imports torch, so the command line can check its options before anything h
 from __future__ import annotations
 
 import difflib
-import math
 import os
 import re
 import tomllib
@@ -18,6 +17,9 @@ from typing import Any
 
 from policies.types import Mode
 from river_offload.errors import UsageError
+
+_MOST_TOKENS = 1 << 24
+_MOST_TAU = 1e9  # far outside what a cosine can be; NaN compares as outside, too
 
 _UNIT_BYTES = {
     "": 1,
@@ -123,15 +125,16 @@ class RiverConfig:
             raise _wrong("model", self.model, "a directory, a .gguf file, a hub id or demo")
         for name in ("context", "batch", "min_exit", "slots"):
             _require_positive(name, getattr(self, name))
+        if self.context > _MOST_TOKENS:
+            raise _wrong("context", self.context, f"at most {_MOST_TOKENS} tokens")
         for name in ("budget", "host_budget"):
             if getattr(self, name) is not None:
                 _require_positive(name, getattr(self, name))
-        if isinstance(self.tau, bool) or not isinstance(self.tau, (int, float)) or not math.isfinite(self.tau):
-            raise _wrong("tau", self.tau, "a finite number")
+        check_option("tau", self.tau)
         if not isinstance(self.also_modes, tuple):
             raise _wrong("also_modes", self.also_modes, "a list of modes")
         for name, mode in (("mode", self.mode), *(("also_modes", mode) for mode in self.also_modes)):
-            _require_mode(name, mode)
+            check_option(name, mode)
         if not isinstance(self.quant, QuantConfig):
             raise _wrong("quant", self.quant, "a QuantConfig or a table")
         if not isinstance(self.device, str) or not re.fullmatch(r"auto|cpu|cuda(:[0-9]+)?", self.device):
@@ -177,6 +180,16 @@ class RiverConfig:
             "also_modes": lambda value: tuple(value) if isinstance(value, list) else value,
         }
         return cls(**{name: readers[name](value) if name in readers else value for name, value in options.items()})
+
+
+def check_option(name: str, value: Any) -> Any:
+    """The value of `tau`, `mode` or one of `also_modes`, if it can be one. Raises UsageError."""
+    if name == "tau":
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not -_MOST_TAU <= value <= _MOST_TAU:
+            raise _wrong("tau", value, "a finite number")
+    else:
+        _require_mode(name, value)
+    return value
 
 
 def check_mode(text: str, num_layers: int) -> Mode:

@@ -23,6 +23,14 @@ class ModeError(UsageError):
     """A mode whose parts were not built when the model was loaded."""
 
 
+def not_possible(what: str) -> UsageError:
+    """The refusal of what would hand out, overwrite or move tensors that are not all there."""
+    return UsageError(
+        f"{what} is not possible on a loaded river model: its layers rest on several tiers, in two precisions. Use the "
+        "checkpoint it was loaded from, or load() again with other options"
+    )
+
+
 class BudgetError(RiverError):
     """The model does not fit.
 

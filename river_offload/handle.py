@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -12,8 +13,8 @@ from transformers import PreTrainedModel
 
 from policies.exit import ExitRule, ForcedExits
 from policies.types import Mode, Placement
-from river_offload.config import RiverConfig, check_mode
-from river_offload.errors import ModeError, UsageError
+from river_offload.config import RiverConfig, check_mode, check_option
+from river_offload.errors import ContextError, ModeError, UsageError, not_possible
 from river_offload.kv.cache import SharedCache
 from river_offload.passage import Flow
 from river_offload.trace import PassageRecord, Trace
@@ -21,12 +22,13 @@ from river_offload.trace import PassageRecord, Trace
 
 @dataclass
 class Account:
-    """What the last generate did, filled while it runs."""
+    """What the last generate did, filled while it runs. Times in seconds."""
 
+    mode: str = ""
+    tau: float = 0.0
     prompt_tokens: int = 0
     new_tokens: int = 0
-    first_record: int = 0
-    load_s: float = 0.0
+    records: list[PassageRecord] = field(default_factory=list)
     seconds: float = 0.0
     peak_device_bytes: int = 0
 
@@ -61,6 +63,7 @@ class River:
         self.placement = placement
         self.notes = notes
         self.account = Account()
+        self.load_s = 0.0
         self._model = model
         self._flow = flow
         self._budget_source = budget_source
@@ -83,7 +86,7 @@ class River:
 
     @mode.setter
     def mode(self, mode: str) -> None:
-        self._set(mode=mode)
+        self._set(mode=check_option("mode", mode))
 
     @property
     def tau(self) -> float:
@@ -92,7 +95,7 @@ class River:
 
     @tau.setter
     def tau(self, tau: float) -> None:
-        self._set(tau=tau)
+        self._set(tau=check_option("tau", tau))
 
     @property
     def min_exit(self) -> int:
@@ -111,7 +114,8 @@ class River:
         """
         before = self._flow.rule
         if depths is None:
-            self._set(mode=mode, tau=tau)
+            given = {"mode": mode, "tau": tau}
+            self._set(**{name: check_option(name, value) for name, value in given.items() if value is not None})
         elif mode is None and tau is None:
             self._force(tuple(depths))
         else:
@@ -122,12 +126,42 @@ class River:
             self._flow.rule = before
 
     def new_cache(self, max_tokens: int | None = None) -> SharedCache:
-        """An empty KV cache to keep over several calls: pass it to `generate` as `past_key_values`.
+        """An empty KV cache to keep over several calls, as `past_key_values` of `generate`. The plan holds one.
 
         Args:
-            max_tokens: tokens per row; the planned context when not given.
+            max_tokens: tokens per row; the planned context when not given. Raises ContextError for more than that.
         """
-        return SharedCache(self._model.config.get_text_config(decoder=True), max_tokens or self.config.context)
+        capacity = self.config.context if max_tokens is None else max_tokens
+        if not 0 < capacity <= self.config.context:
+            raise ContextError(
+                f"a cache for {capacity} tokens was asked for, the plan holds 1 to {self.config.context}: "
+                "load with a larger context"
+            )
+        return SharedCache(self._model.config.get_text_config(decoder=True), capacity)
+
+    @contextlib.contextmanager
+    def accounting(self, prompt_tokens: int, closing_tokens: frozenset[int]) -> Iterator[Account]:
+        """Account for what happens inside as one generate, whether it ends well or not.
+
+        Args:
+            closing_tokens: ids after which a row of a batch is finished and has no say in the exit of the others.
+        """
+        if not self._flow.lock.acquire(blocking=False):
+            raise UsageError("this model generates in another thread: one generate at a time")
+        outer = self.account, self._flow.generation, self._flow.closing_tokens
+        account = self.account = Account(self.mode, self.tau, prompt_tokens)
+        self._flow.generation, self._flow.closing_tokens = account.records, closing_tokens
+        started = time.perf_counter()
+        try:
+            yield account
+        finally:
+            account.seconds = time.perf_counter() - started
+            if outer[1] is not None:  # one generate inside another, as assisted decoding does: the outer one goes on
+                outer[1].extend(account.records)
+                self.account, self._flow.generation, self._flow.closing_tokens = outer
+            else:
+                self._flow.generation, self._flow.closing_tokens = None, frozenset()
+            self._flow.lock.release()
 
     def device_bytes(self) -> int:
         """Bytes that weights, river, buffers and slots hold on the device now, counted from their storages."""
@@ -140,23 +174,22 @@ class River:
         their mean without the prefill's (with it when there is no other). `peak_device_bytes` is what the weights hold
         plus the highest that caches and working memory rose to.
         """
-        account = self.account
-        records = self.trace.records[account.first_record :]
+        account, records = self.account, self.account.records
         depths = [record.depth for record in records]
         decode = [record for record in records if record.path == "decode"]
         prefill_s = sum(record.seconds for record in records if record.path == "prefill")
         generated = [record.depth for record in decode] or depths
         return {
             "prompt_tokens": account.prompt_tokens,
-            "new_tokens": account.new_tokens,
-            "mode": self.mode,
-            "tau": self.tau,
+            "new_tokens": account.new_tokens or len(records),
+            "mode": account.mode or self.mode,
+            "tau": account.tau if account.mode else self.tau,
             "num_layers": self.num_layers,
             "mean_depth": sum(generated) / len(generated) if generated else None,
             "depths": depths,
             "prefill_depth": _first(records, "prefill"),
             "seconds": {
-                "load": account.load_s,
+                "load": self.load_s,
                 "prefill": prefill_s,
                 "decode": max(account.seconds - prefill_s, 0.0),
             },
@@ -178,8 +211,13 @@ class River:
 
     def close(self) -> None:
         """Give back threads, files and slots. The model can no longer stream; calling it twice does nothing."""
-        self._flow.store.close()
-        self._on_close()
+        try:
+            self._flow.store.close()
+        finally:
+            self._on_close()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise not_possible("copying or pickling")
 
     def __enter__(self) -> River:
         return self

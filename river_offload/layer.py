@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from river_offload.errors import not_possible
 from river_offload.passage import Flow
 
 
@@ -40,6 +41,19 @@ class RiverLayer(nn.Module):
             output = backbone(hidden_states, *args, **kwargs)
         passage.observe(self.depth + 1, hidden_states, _state(output))
         return output
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Copies and pickles are refused: they would share, or lack, what the store lends."""
+        raise not_possible("copying or pickling")
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        raise not_possible("moving or converting")
+
+    def _save_to_state_dict(self, *_: Any, **__: Any) -> None:
+        raise not_possible("state_dict()")
+
+    def _load_from_state_dict(self, *_: Any, **__: Any) -> None:
+        raise not_possible("load_state_dict()")
 
     def __getattr__(self, name: str) -> Any:
         """Model code may read a layer's attributes (`attention_type`): both copies have the same."""

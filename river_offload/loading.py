@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-import warnings
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer, GenerationConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from policies.exit import ExitRule
 from river_offload.assemble import assemble
@@ -110,65 +110,47 @@ def load_config(config: RiverConfig, progress: Progress | None = None) -> PreTra
     try:
         model = _assemble(plan, progress)
     except BaseException:
+        progress.finish()
         plan.checkpoint.close()
         raise
     return_freed_memory()  # what quantization and reading used
-    model.river.account.load_s = time.perf_counter() - started
+    model.river.load_s = time.perf_counter() - started
     return model
 
 
 def _assemble(plan: Plan, progress: Progress) -> PreTrainedModel:
     config, structure, placement = plan.config, plan.structure, plan.placement
-    layouts = [Layout.of(structure.weight_shapes(i), plan.precision.dtype) for i in range(structure.num_layers)]
-    layer_keys = [
-        {name: plan.keys[structure.full_name(i, name)] for name in structure.weight_shapes(i)}
-        for i in range(structure.num_layers)
-    ]
-    disk = DiskTier(plan.checkpoint, layer_keys, layouts)
-    if placement.river_layers:
-        warn_of_misfits(structure.layers[0], config.quant.group_size)
+    layers = range(structure.num_layers)
+    layouts = [Layout.of(structure.weight_shapes(i), plan.precision.dtype) for i in layers]
+    keys = [{name: plan.keys[structure.full_name(i, name)] for name in structure.weight_shapes(i)} for i in layers]
+    disk = DiskTier(plan.checkpoint, keys, layouts)
+    streamed = {i: sum(plan.checkpoint.entries[k].nbytes for k in keys[i].values()) for i in placement.streamed_layers}
+    slots = Slots(placement.slots, [layouts[i] if i in streamed else None for i in layers], plan.device)
     kernels = _kernel_report(plan)
-    key = {"checkpoint": plan.checkpoint.fingerprint, "bits": config.quant.bits, "group_size": config.quant.group_size}
-    parts = CheckpointParts(
-        structure,
-        placement,
-        plan.checkpoint,
-        plan.keys,
-        disk,
-        RiverCache(plan.cache_dir, key),
-        plan.precision,
-        device=plan.device,
-        progress=progress,
-    )
-    streamed = {
-        i: sum(plan.checkpoint.entries[k].nbytes for k in layer_keys[i].values()) for i in placement.streamed_layers
-    }
-    slots = Slots(
-        placement.slots, [layouts[i] if i in streamed else None for i in range(structure.num_layers)], plan.device
-    )
-    rule = ExitRule(placement.mode, config.tau, config.min_exit, structure.num_layers)
-    progress.start("loading", structure.num_layers, "layers")
-    try:
+    parts = _parts(plan, disk, progress)
+    with contextlib.ExitStack() as undo:
+        link = _link(plan, disk, slots, layouts)
+        if link is not None:
+            undo.callback(link.close)
         flow = assemble(
             structure,
             placement,
             parts,
-            rule=rule,
+            rule=ExitRule(placement.mode, config.tau, config.min_exit, structure.num_layers),
             trace=Trace(structure.num_layers),
             device=plan.device,
             slots=slots,
-            link=_link(plan, disk, slots, layouts),
+            link=link,
             streamed_bytes=streamed,
         )
-    finally:
-        progress.finish()
+        undo.pop_all()
     model = structure.model
-    if (plan.directory / "generation_config.json").exists():
-        model.generation_config = GenerationConfig.from_pretrained(plan.directory)
+    if plan.generation_config is not None:
+        model.generation_config = plan.generation_config
     river = River(
         model,
         flow,
-        tokenizer=_tokenizer(plan.directory, config),
+        tokenizer=plan.tokenizer,
         config=config,
         placement=placement,
         budget_source=plan.budget_source,
@@ -179,6 +161,31 @@ def _assemble(plan: Plan, progress: Progress) -> PreTrainedModel:
     )
     install_seams(model, river)
     return model
+
+
+def _parts(plan: Plan, disk: DiskTier, progress: Progress) -> CheckpointParts:
+    """The model's parts, with the caches of what is quantized once; the missing rest must fit on their disk."""
+    structure, quant = plan.structure, plan.config.quant
+    key = {"checkpoint": plan.checkpoint.fingerprint, "group_size": quant.group_size}
+    cache = RiverCache(plan.cache_dir, key | {"bits": quant.bits})
+    missing = [i for i in plan.placement.river_layers if not cache.has_layer(i)]
+    if missing:
+        cache.reserve(sum(plan.precision.river_bytes(structure.layers[i]) for i in missing))
+    if plan.placement.river_layers:
+        warn_of_misfits([structure.layers[i] for i in plan.placement.river_layers], quant.group_size)
+    return CheckpointParts(
+        structure,
+        plan.placement,
+        plan.checkpoint,
+        plan.keys,
+        disk,
+        cache,
+        RiverCache(plan.cache_dir, key | {"bits": plan.precision.head_bits, "part": "head"}),
+        plan.precision,
+        device=plan.device,
+        progress=progress,
+        label="building the river, once" if missing else "loading",
+    )
 
 
 def _link(plan: Plan, disk: DiskTier, slots: Slots, layouts: list[Layout]) -> Link | None:
@@ -202,11 +209,3 @@ def _kernel_report(plan: Plan) -> dict[str, Any]:
             name: {"kernel": choice.kernel.name, "declined": dict(choice.declined)} for name, choice in found.items()
         },
     }
-
-
-def _tokenizer(directory: Path, config: RiverConfig) -> Any:
-    if not any((directory / name).exists() for name in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")):
-        return None
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return AutoTokenizer.from_pretrained(directory, trust_remote_code=config.trust_remote_code)

@@ -24,7 +24,7 @@ class CheckpointParts:
     Args:
         keys: the model's names -> the checkpoint's.
         disk: reads a layer's linears into one flat buffer.
-        cache: rivers built before; what is missing there is built and written.
+        cache, head_cache: the river and the quantized LM head built before; what is missing there is built and written.
     """
 
     def __init__(
@@ -35,10 +35,12 @@ class CheckpointParts:
         keys: Mapping[str, str],
         disk: DiskTier,
         cache: RiverCache,
+        head_cache: RiverCache,
         precision: Precision,
         *,
         device: torch.device,
         progress: Progress,
+        label: str,
     ) -> None:
         self._structure = structure
         self._placement = placement
@@ -46,9 +48,11 @@ class CheckpointParts:
         self._keys = keys
         self._disk = disk
         self._cache = cache
+        self._head_cache = head_cache
         self._precision = precision
         self._device = device
         self._progress = progress
+        progress.start(label, structure.num_layers, "layers")
 
     def outside(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         return self._checkpoint.read(self._keys[name]).to(self._device, self._precision.dtype)
@@ -60,10 +64,16 @@ class CheckpointParts:
     def quantized_head(self, head: nn.Linear) -> nn.Module | None:
         if self._precision.head_bits == 16:
             return None
-        weight = self._checkpoint.read(self._keys[self._structure.head_name])
-        bias_key = self._keys.get(self._structure.head_name.removesuffix("weight") + "bias")
-        bias = None if bias_key is None else self._checkpoint.read(bias_key)
-        return self._precision.quantized_head(head, weight, bias, self._device)
+        state = self._head_cache.read_layer(0)
+        if state is None:
+            name = self._structure.head_name.removesuffix(".weight")
+            tensors = {
+                f"head.{leaf}": self._checkpoint.read(self._keys[f"{name}.{leaf}"])
+                for leaf, _ in head.named_parameters()
+            }
+            state = quantize_layer(tensors, ["head"], self._precision.head_bits, self._precision.group)
+            self._head_cache.write_layer(0, state)
+        return self._precision.quantized_head(head, state, self._device)
 
     def norms(self, layer: int) -> Mapping[str, torch.Tensor]:
         return {
@@ -73,20 +83,25 @@ class CheckpointParts:
 
     def linears(self, layer: int, *, resident: bool, river: nn.Module | None) -> Mapping[str, torch.Tensor]:
         state = self._cache.read_layer(layer) if river is not None else None
-        weights: dict[str, torch.Tensor] = {}
-        if resident or (river is not None and state is None):
-            weights = self._read(layer)
-        if river is not None:
-            if state is None:
-                state = quantize_layer(weights, linear_names(river), self._precision.bits, self._precision.group)
-                self._cache.write_layer(layer, state)
-            if not resident:
-                weights = {}  # before the river takes its place beside it
+        if river is not None and state is None:
+            # From the dtype on disk and on the CPU, whatever the model computes in and where: one river for all.
+            names = linear_names(river)
+            state = quantize_layer(self._stored(layer), names, self._precision.bits, self._precision.group)
+            self._cache.write_layer(layer, state)
+        if river is not None and state is not None:
             self._precision.install(river, state, self._device)
+        weights = self._resident(layer) if resident else {}
         self._progress.advance(1)
-        return weights if resident else {}
+        if layer == self._structure.num_layers - 1:
+            self._progress.finish()
+        return weights
 
-    def _read(self, layer: int) -> dict[str, torch.Tensor]:
+    def _stored(self, layer: int) -> dict[str, torch.Tensor]:
+        """The layer's linears as the checkpoint has them."""
+        names = self._structure.weight_shapes(layer)
+        return {name: self._checkpoint.read(self._keys[self._structure.full_name(layer, name)]) for name in names}
+
+    def _resident(self, layer: int) -> dict[str, torch.Tensor]:
         """The layer's linears on the compute device, as views of one buffer laid out like a slot."""
         layout = Layout.of(self._structure.weight_shapes(layer), self._precision.dtype)
         buffer = aligned_empty(layout.nbytes, "cpu")

@@ -7,17 +7,27 @@ from __future__ import annotations
 
 import copy
 import functools
-import time
 from typing import Any
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, StaticCache
 
-from river_offload.errors import ContextError, UsageError
-from river_offload.handle import Account, River
-from river_offload.kv.cache import SharedCache, cache_argument, cache_tensors
-from river_offload.memory.storages import StorageMeter, storage_bytes
+from river_offload.errors import ContextError, UsageError, not_possible
+from river_offload.handle import River
+from river_offload.kv.cache import SharedCache, cache_argument
+from river_offload.metering import meter_forward
+
+_REFUSED = {
+    "state_dict": "state_dict()",
+    "load_state_dict": "load_state_dict()",
+    "save_pretrained": "save_pretrained()",
+    "push_to_hub": "push_to_hub()",
+    "resize_token_embeddings": "resize_token_embeddings()",
+    "_apply": "moving or converting",  # half, float, cuda, to_empty, share_memory all end there
+    "__reduce_ex__": "copying or pickling",
+    "__deepcopy__": "copying",
+}
 
 _DEFAULT_NEW_TOKENS = 20
 """What transformers generates when nobody says how much."""
@@ -26,44 +36,12 @@ _DEFAULT_NEW_TOKENS = 20
 def install_seams(model: PreTrainedModel, river: River) -> None:
     """Put `river` on the model and replace the methods that must know of it."""
     model.river = river
-    model.forward = _metered_forward(model, river)
+    meter_forward(model, river)
     model.generate = _accounted_generate(model, river)
-    for name in ("state_dict", "save_pretrained", "push_to_hub", "half", "float", "double", "bfloat16", "cpu", "cuda"):
-        setattr(model, name, _refusal(name))
-    model.to = _move_nowhere(model)
-
-
-def _metered_forward(model: PreTrainedModel, river: River) -> Any:
-    """The model's forward, its allocations counted whenever a passage may rise higher than those before it.
-
-    Counting costs microseconds for every operator. So a passage is metered only if it has more tokens than every
-    metered one, or twice as many cached ones; else the figure of the smallest metered passage that covers it is taken.
-    """
-    plain = model.forward
-    held_bytes = river.device_bytes()
-    risen_bytes: dict[tuple[int, int], int] = {}
-
-    @functools.wraps(plain)
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        tokens = kwargs.get("input_ids", args[0] if args else kwargs.get("inputs_embeds"))
-        cache = kwargs.get("cache", kwargs.get("past_key_values"))
-        new_tokens = tokens.shape[0] * tokens.shape[1] if isinstance(tokens, torch.Tensor) else 0
-        cached_bytes = storage_bytes(cache_tensors(cache)) if isinstance(cache, Cache) else 0
-        cached = int(cache.get_seq_length()) if isinstance(cache, Cache) else 0
-        size = (new_tokens, cached.bit_length())
-        covered = [rise for seen, rise in risen_bytes.items() if size[0] <= seen[0] and size[1] <= seen[1]]
-        if covered:
-            rise_bytes = min(covered)
-            output = plain(*args, **kwargs)
-        else:
-            with StorageMeter() as meter:
-                output = plain(*args, **kwargs)
-            rise_bytes = risen_bytes[size] = meter.peak_bytes
-        peak_bytes = held_bytes + cached_bytes + rise_bytes
-        river.account.peak_device_bytes = max(river.account.peak_device_bytes, peak_bytes)
-        return output
-
-    return forward
+    for part in (model, model.get_decoder()):
+        for name, what in _REFUSED.items():
+            setattr(part, name, _refusal(what))
+        part.to = _move_nowhere(model)
 
 
 def _accounted_generate(model: PreTrainedModel, river: River) -> Any:
@@ -71,7 +49,6 @@ def _accounted_generate(model: PreTrainedModel, river: River) -> Any:
 
     @functools.wraps(plain)
     def generate(inputs: torch.Tensor | None = None, generation_config: Any = None, **kwargs: Any) -> Any:
-        prompt = inputs if inputs is not None else kwargs.get("input_ids", kwargs.get("inputs_embeds"))
         config = _with_defaults(generation_config, model.generation_config)
         # Which way a passage goes is decided in Python: transformers must not compile the forward for a static cache.
         if generation_config is None:
@@ -79,30 +56,43 @@ def _accounted_generate(model: PreTrainedModel, river: River) -> Any:
         else:
             generation_config = copy.deepcopy(generation_config)
             generation_config.disable_compile = True
-        if isinstance(prompt, torch.Tensor):
-            _check_prompt(prompt)
-            _give_cache(model, river, prompt, config, kwargs)
-        river.account = Account(
-            prompt_tokens=prompt.shape[1] if isinstance(prompt, torch.Tensor) else 0,
-            first_record=len(river.trace.records),
-            load_s=river.account.load_s,
-        )
-        started = time.perf_counter()
-        try:
-            output = plain(inputs, generation_config=generation_config, **kwargs)
-        finally:
-            river.account.seconds = time.perf_counter() - started
-        sequences = output if isinstance(output, torch.Tensor) else output.sequences
-        given = prompt.shape[1] if isinstance(prompt, torch.Tensor) and prompt.ndim == 2 else 0
-        river.account.new_tokens = sequences.shape[1] - given
+        if inputs is None:
+            inputs = kwargs.pop("input_ids", None)
+        prompt = inputs if inputs is not None else kwargs.get("inputs_embeds")
+        if not isinstance(prompt, torch.Tensor) or prompt.ndim < 2:
+            raise UsageError(f"the prompt is a {type(prompt).__name__}: expected a tensor of ids [rows, tokens]")
+        if prompt.shape[1] == 0:
+            raise UsageError("the prompt is empty: generation needs at least one token to start from")
+        padding = _take_padding(inputs, kwargs)
+        prompt = prompt[:, padding:]
+        _give_cache(model, river, prompt, config, kwargs)
+        closing = _token_ids(_option("pad_token_id", config, kwargs), _option("eos_token_id", config, kwargs))
+        with river.accounting(prompt.shape[1], closing):
+            ids = None if inputs is None else inputs[:, padding:]
+            output = plain(ids, generation_config=generation_config, **kwargs)
+            sequences = output if isinstance(output, torch.Tensor) else output.sequences
+            river.account.new_tokens = sequences.shape[1] - (prompt.shape[1] if inputs is not None else 0)
+        if padding and inputs is not None:
+            sequences = torch.cat([inputs[:, :padding].expand(len(sequences), -1), sequences], dim=1)
+            if isinstance(output, torch.Tensor):
+                return sequences
+            output.sequences = sequences
         return output
 
     return generate
 
 
-def _check_prompt(prompt: torch.Tensor) -> None:
-    if prompt.shape[1] == 0:
-        raise UsageError("the prompt is empty: generation needs at least one token to start from")
+def _take_padding(inputs: torch.Tensor | None, kwargs: dict[str, Any]) -> int:
+    """Columns of padding at the left of a single row, taken off its mask: nothing in the row attends to them.
+
+    With them transformers would build a dense mask of the prompt's length squared, which no plan holds.
+    """
+    mask = kwargs.get("attention_mask")
+    if inputs is None or inputs.shape[0] > 1 or not isinstance(mask, torch.Tensor) or mask.shape != inputs.shape:
+        return 0
+    padding = int((mask[0] != 0).int().argmax())
+    kwargs["attention_mask"] = mask[:, padding:]
+    return padding
 
 
 def _give_cache(
@@ -113,27 +103,30 @@ def _give_cache(
     if "past_key_values" in kwargs:
         kwargs[name] = kwargs.pop("past_key_values")
     own: Cache | None = kwargs.get(name)
-    rows, prompt_tokens = prompt.shape[0], prompt.shape[1]
-    beams = max(_option("num_beams", config, kwargs) or 1, _option("num_return_sequences", config, kwargs) or 1)
-    rows *= beams
-    context, planned_rows = river.config.context, river.config.batch
+    sequences = max(_option("num_beams", config, kwargs) or 1, _option("num_return_sequences", config, kwargs) or 1)
+    rows, prompt_tokens = prompt.shape[0] * sequences, prompt.shape[1]
     wanted = _option("max_new_tokens", config, kwargs)
     if wanted is None:
         max_length = _option("max_length", config, kwargs)
         wanted = _DEFAULT_NEW_TOKENS if max_length is None else max(max_length - prompt_tokens, 1)
     total = prompt_tokens + wanted
-    if total * rows > context * planned_rows:
-        each, planned = (f" in each of {n} rows" if n > 1 else "" for n in (rows, planned_rows))
-        remedy = f"a larger context{' or batch' if rows > 1 else ''}"
+    context, planned_rows = river.config.context, river.config.batch
+    asked = f"{prompt_tokens} prompt tokens and up to {wanted} new ones"
+    if total > context:
         raise ContextError(
-            f"{prompt_tokens} prompt tokens and up to {wanted} new ones{each} do not fit the planned context of "
-            f"{context}{planned}: load with {remedy}, or ask for fewer new tokens"
+            f"{asked} do not fit the planned context of {context}: load with a larger context, or ask for fewer new "
+            "tokens"
         )
-    limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-    if limit is not None and prompt_tokens > limit:
-        raise ContextError(f"the prompt has {prompt_tokens} tokens, the model attends to at most {limit}: shorten it")
-    implementation = _option("cache_implementation", config, kwargs)
-    if own is None and implementation is None and _option("use_cache", config, kwargs) is not False:
+    if rows > planned_rows:
+        raise ContextError(
+            f"{rows} rows (prompts times beams or returned sequences) do not fit the {planned_rows} that memory was "
+            f"planned for: load with batch={rows}"
+        )
+    held = own.get_max_length() if isinstance(own, StaticCache) else 0
+    if held > context:
+        raise ContextError(f"a static cache of {held} tokens is more than the planned context of {context}: shorten it")
+    transformers_own = _option("cache_implementation", config, kwargs) or _option("use_cache", config, kwargs) is False
+    if own is None and not transformers_own:
         kwargs[name] = SharedCache(model.config.get_text_config(decoder=True), total)
 
 
@@ -149,12 +142,15 @@ def _option(name: str, config: GenerationConfig, kwargs: dict[str, Any]) -> Any:
     return getattr(config, name, None) if given is None else given
 
 
-def _refusal(name: str) -> Any:
+def _token_ids(*options: Any) -> frozenset[int]:
+    """The ids in options that hold one, a list of them, or nothing."""
+    flat = (torch.as_tensor(option).flatten().tolist() for option in options if option is not None)
+    return frozenset(token for tokens in flat for token in tokens)
+
+
+def _refusal(what: str) -> Any:
     def refuse(*_: Any, **__: Any) -> None:
-        raise UsageError(
-            f"{name}() is not possible on a loaded river model: its layers rest on several tiers, in two precisions. "
-            "Use the checkpoint it was loaded from, or load() again with other options"
-        )
+        raise not_possible(what)
 
     return refuse
 
@@ -167,7 +163,7 @@ def _move_nowhere(model: PreTrainedModel) -> Any:
         own = model.device
         elsewhere = device is not None and (device.type != own.type or device.index not in (None, own.index))
         if elsewhere or dtype not in (None, model.dtype):
-            _refusal("to")()
+            raise not_possible("to()")
         return model
 
     return to

@@ -238,18 +238,20 @@ def test_more_tokens_than_the_context_are_refused_before_any_work(open_river: Ca
     model.river.trace.clear()
     with pytest.raises(ContextError, match=r"9 prompt tokens and up to 12 new ones do not fit .* context of 20"):
         model.generate(tokens(9), max_new_tokens=12)
-    with pytest.raises(ContextError, match=r"in each of 2 rows .* larger context or batch"):
-        model.generate(tokens(9, rows=2), max_new_tokens=11)
-    with pytest.raises(ContextError, match="in each of 3 rows"):
-        model.generate(tokens(9), max_new_tokens=11, num_beams=3)
+    with pytest.raises(ContextError, match=r"2 rows .* do not fit the 1 .* load with batch=2"):
+        model.generate(tokens(9, rows=2), max_new_tokens=1)
+    with pytest.raises(ContextError, match="3 rows"):
+        model.generate(tokens(9), max_new_tokens=1, num_beams=3)
+    with pytest.raises(ContextError, match="9 prompt tokens and up to 12 new ones"):
+        model.generate(inputs_embeds=model.get_input_embeddings()(tokens(9)), max_new_tokens=12)
     with pytest.raises(ContextError, match="up to 22 new ones"):
         model.generate(tokens(9), max_length=31)
     with pytest.raises(ContextError, match="up to 12 new ones"):
         model.generate(tokens(9), GenerationConfig(max_new_tokens=12))
     assert model.river.trace.records == []
-    model = open_river("llama", context=400)
-    with pytest.raises(ContextError, match="prompt has 300 tokens, the model attends to at most 256"):
-        model.generate(tokens(300), max_new_tokens=1)
+    model = open_river("llama", context=400)  # the model attends to 256 tokens, and for those it is planned
+    with pytest.raises(ContextError, match=r"250 prompt tokens and up to 7 new ones do not fit .* context of 256"):
+        model.generate(tokens(250), max_new_tokens=7)
 
 
 def test_without_a_length_it_generates_what_transformers_does(pair: Callable[..., Any]) -> None:

@@ -50,7 +50,9 @@ def test_the_needed_bytes_of_a_refusal_are_exact_and_enough(
     for prompt in (1, 20, CONTEXT - 1):
         with StorageMeter() as meter:
             held_bytes = model.river.device_bytes()
-            output = model.generate(tokens(prompt, rows=rows), max_new_tokens=CONTEXT - prompt, do_sample=False)
+            ids = tokens(prompt, rows=rows)
+            mask = torch.ones_like(ids)
+            output = model.generate(ids, attention_mask=mask, max_new_tokens=CONTEXT - prompt, do_sample=False)
         assert output.shape == (rows, CONTEXT)
         report = model.river.report()
         assert 0 < report["peak_device_bytes"] <= report["budget_bytes"] == needed_bytes
@@ -77,7 +79,7 @@ def test_every_budget_up_to_the_whole_model_is_kept(
 
 
 def test_a_refusal_names_the_largest_term_and_what_helps(open_river: Callable[..., Any]) -> None:
-    with pytest.raises(BudgetError, match=r"does not fit a budget of 1 B: .* most of it \w+ .* What would help: "):
+    with pytest.raises(BudgetError, match=r"a budget of 1 B .1 bytes.: .* most of it \w+ .* What would help: "):
         open_river("llama", budget=1)
     with pytest.raises(BudgetError, match=r"most of it transient .* a smaller context"):
         open_river("llama", budget=1, context=5000)

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 from families import tokens
+from transformers import LogitsProcessor, LogitsProcessorList
 
-from river_offload.assemble import real_tokens
+from river_offload.call import Call
 
 LENGTHS = (12, 5, 9)
 PAD = 0
@@ -122,6 +123,16 @@ def causal(real: torch.Tensor, window: int | None = None, keys: int | None = Non
     return torch.nn.functional.pad(allowed, (0, (keys or count) - count))
 
 
+def real_tokens(mask: Any, new_tokens: int, cached_tokens: int) -> torch.Tensor | None:
+    class Cached:
+        def get_seq_length(self) -> int:
+            return cached_tokens
+
+    rows = 3 if mask is None or isinstance(mask, dict) else len(mask)
+    ids = torch.ones(rows, new_tokens, dtype=torch.long)
+    return Call.of((ids,), {"attention_mask": mask, "past_key_values": Cached()}).real_tokens()
+
+
 @pytest.mark.parametrize("kind", ["2-d", "bool", "float", "static", "window", "dict", "sliding dict"])
 def test_real_tokens_are_found_in_every_kind_of_mask(kind: str) -> None:
     allowed = causal(REAL)
@@ -148,3 +159,43 @@ def test_masks_over_cached_tokens_speak_of_the_new_ones_only() -> None:
     assert torch.equal(four, REAL[:, 1:])
     assert real_tokens(None, new_tokens=4, cached_tokens=0) is None
     assert real_tokens(REAL.long(), new_tokens=1, cached_tokens=4) is None
+
+
+def test_rows_that_are_finished_have_no_say_in_the_exit(open_river: Callable[..., Any]) -> None:
+    model = open_river("llama", mode="exit", tau=0.0, batch=3)
+    rows = tokens(5, rows=3)
+    eos = 7
+    # Sequences are forced: the first row ends at once, the others never do.
+    forced = torch.tensor([[eos, 0, 0, 0], [11, 12, 13, 14], [21, 22, 23, 24]])
+    seen: list[list[list[bool]] | None] = []
+    plain = model.river._flow.open
+
+    def opened(call: Call) -> Any:
+        passage = plain(call)
+        seen.append(None if passage.real is None else passage.real.tolist())
+        return passage
+
+    class Force(LogitsProcessor):
+        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            chosen = forced[:, input_ids.shape[1] - 5]
+            return torch.full_like(scores, -1e9).scatter(1, chosen.unsqueeze(1), 0.0)
+
+    model.river._flow.open = opened
+    processors = LogitsProcessorList([Force()])
+    model.generate(
+        rows, max_new_tokens=4, do_sample=False, eos_token_id=eos, pad_token_id=0, logits_processor=processors
+    )
+    assert seen[1:] == [[[False], [True], [True]]] * 3
+
+
+def test_padding_of_a_single_row_is_taken_off_and_put_back(pair: Callable[..., Any]) -> None:
+    model, plain = pair()
+    ids = torch.cat([torch.zeros(1, 4, dtype=torch.long), tokens(6)], dim=1)
+    mask = torch.tensor([[0] * 4 + [1] * 6])
+    found = model.generate(ids, attention_mask=mask, max_new_tokens=3, do_sample=False)
+    assert torch.equal(found, plain.generate(ids, attention_mask=mask, max_new_tokens=3, do_sample=False))
+    assert model.river.trace.records[0].new_tokens == 6
+    whole = model.generate(
+        ids, attention_mask=mask, max_new_tokens=3, do_sample=False, return_dict_in_generate=True, output_scores=True
+    )
+    assert torch.equal(whole.sequences, found)

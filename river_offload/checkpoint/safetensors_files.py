@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import mmap
 import os
+import weakref
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,7 +22,7 @@ from river_offload.checkpoint.keys import match_keys
 from river_offload.errors import CheckpointError, LinkError
 
 _READ_BYTES = 16 << 20  # per system call: how long Ctrl-C waits, and how much page cache a read may occupy
-_SAMPLE_BYTES = 4096  # of every tensor, in the fingerprint
+_SAMPLES, _SAMPLE_BYTES = 8, 512  # spread over every tensor, in the fingerprint
 
 
 class Checkpoint:
@@ -32,7 +33,7 @@ class Checkpoint:
         entries: every tensor of the checkpoint, by the checkpoint's own name.
         dtype: torch's name of the dtype that most bytes have ("bfloat16").
         total_bytes: bytes of all tensors.
-        fingerprint: hex digest that changes when the weights do: headers, sizes and the start of every tensor.
+        fingerprint: hex digest that tells checkpoints apart: headers, sizes, samples from all over every tensor.
         notes: remarks for the user: files and tensors ignored, mixed dtypes.
     """
 
@@ -46,6 +47,7 @@ class Checkpoint:
         self.total_bytes = sum(entry.nbytes for entry in entries.values())
         self.dtype = self._common_dtype()
         self._fds: dict[Path, int] = {}
+        weakref.finalize(self, _close_all, self._fds)
         try:
             for name in headers:
                 self._fds[directory / name] = _open_for_reading(directory / name)
@@ -130,8 +132,7 @@ class Checkpoint:
 
     def close(self) -> None:
         """Close the files; tensors already read or mapped stay valid. Calling it again does nothing."""
-        while self._fds:
-            os.close(self._fds.popitem()[1])
+        _close_all(self._fds)
 
     def __enter__(self) -> Checkpoint:
         return self
@@ -181,11 +182,18 @@ class Checkpoint:
         for name in sorted(headers):
             digest.update(headers[name].raw + headers[name].file_bytes.to_bytes(8, "little"))
         for _, entry in sorted(self.entries.items()):
-            sample = bytearray(min(entry.nbytes, _SAMPLE_BYTES))
-            if os.preadv(self._fd(entry.file), [sample], entry.offset) != len(sample):
-                raise CheckpointError(f"{entry.file}: became shorter while it was opened.")
-            digest.update(sample)
+            step = max(entry.nbytes // _SAMPLES, _SAMPLE_BYTES)
+            for start in range(0, entry.nbytes, step):
+                sample = bytearray(min(entry.nbytes - start, _SAMPLE_BYTES))
+                if os.preadv(self._fd(entry.file), [sample], entry.offset + start) != len(sample):
+                    raise CheckpointError(f"{entry.file}: became shorter while it was opened.")
+                digest.update(sample)
         return digest.hexdigest()
+
+
+def _close_all(fds: dict[Path, int]) -> None:
+    while fds:
+        os.close(fds.popitem()[1])
 
 
 def _open_for_reading(file: Path) -> int:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 from river_offload.cli import runtime
 from river_offload.cli.generate import finish, write_trace
+from river_offload.cli.interrupts import Terminated
 from river_offload.cli.options import (
     CHAT_NEW_TOKENS,
     ModelOptions,
@@ -17,6 +18,7 @@ from river_offload.cli.options import (
     SamplingOptions,
     with_options,
 )
+from river_offload.cli.streams import require_stdin, require_stdout, unreadable
 from river_offload.cli.terminal import Terminal, boundary
 from river_offload.cli.transcript import Transcript, has_template
 from river_offload.cli.turn import StopOnInterrupt, ToStdout, discard, run_turn, seed
@@ -40,6 +42,8 @@ def chat(
         options.check()
         sampling.check(options.context)
         output.check()
+        require_stdout()
+        require_stdin()
         if asked.prompt_file == "-":
             raise UsageError("--prompt-file - has no effect in chat, which reads its turns from there: pipe them in")
         first = asked.read()
@@ -66,7 +70,6 @@ def _answer(
     terminal: Terminal,
 ) -> None:
     """One turn. What the user can mend (a full context, a refused message) is said and the conversation goes on."""
-    stdout = ToStdout()
     try:
         prompt = transcript.ask(text)
         room = loaded.river.config.context - len(prompt)
@@ -76,18 +79,18 @@ def _answer(
                 "an answer: /reset starts over, --context N plans for more"
             )
         limit = min(sampling.max_new_tokens or CHAT_NEW_TOKENS, room)
-        with StopOnInterrupt() as stop:
+        with ToStdout() as stdout, StopOnInterrupt() as stop:
             sink = discard if output.as_json else stdout
             turn = run_turn(loaded, prompt, sampling, limit, sink, cache=transcript.cache, stop=stop)
+    except Terminated:
+        raise
     except (KeyboardInterrupt, UsageError) as error:
-        stdout.end_line()
         if isinstance(error, KeyboardInterrupt):
             transcript.drop()
             terminal.note("stopped; this turn is forgotten")
         else:
             terminal.error(str(error))
         return
-    stdout.end_line()
     transcript.keep(text, turn.text, turn.sequence)
     finish(turn, loaded, output, terminal)
     if turn.stopped:
@@ -129,8 +132,8 @@ def _lines(terminal: Terminal) -> Iterator[str]:
             if interactive:
                 terminal.note("")  # the shell's prompt belongs on its own line
             return
-        except KeyboardInterrupt:
-            if not interactive:
+        except KeyboardInterrupt as interrupt:
+            if not interactive or isinstance(interrupt, Terminated):
                 raise
             terminal.note(f"\n{_HELP}")
             continue
@@ -142,13 +145,16 @@ def _is_interactive() -> bool:
 
 
 def _read(interactive: bool, prompt: str) -> str:
-    """One line without its end. Raises EOFError. The prompt is shown only to someone who types."""
-    if interactive and sys.stdout.isatty():
-        return input(prompt)
-    if interactive:  # the text goes to a file, and the prompt must not
-        sys.stderr.write(prompt)
-        sys.stderr.flush()
-    line = sys.stdin.readline()
+    """One line without its end. Raises EOFError, UsageError. The prompt is shown only to someone who types."""
+    try:
+        if interactive and sys.stdout.isatty():
+            return input(prompt)
+        if interactive:  # the text goes to a file, and the prompt must not
+            sys.stderr.write(prompt)
+            sys.stderr.flush()
+        line = sys.stdin.readline()
+    except OSError as error:
+        raise unreadable(error) from error
     if not line:
         raise EOFError
     return line.removesuffix("\n")

@@ -12,6 +12,7 @@ from river_offload.cli.options import (
     with_options,
 )
 from river_offload.cli.report import closing_line, json_object, print_json
+from river_offload.cli.streams import require_stdout
 from river_offload.cli.terminal import Terminal, boundary
 from river_offload.cli.transcript import encode_prompt, has_template
 from river_offload.cli.turn import ToStdout, Turn, discard, run_turn, seed
@@ -33,21 +34,21 @@ def generate(
                 terminal.note("this tokenizer has no chat template: the prompt is continued as plain text")
             seed(sampling)
             limit = sampling.max_new_tokens or min(GENERATE_NEW_TOKENS, max(1, loaded.river.config.context - len(ids)))
-            stdout = ToStdout()
-            try:
-                turn = run_turn(loaded, ids, sampling, limit, discard if output.as_json else stdout)
-            finally:
-                write_trace(loaded, output)
-                stdout.end_line()
+            with ToStdout() as stdout:
+                try:
+                    turn = run_turn(loaded, ids, sampling, limit, discard if output.as_json else stdout)
+                finally:
+                    write_trace(loaded, output)
             finish(turn, loaded, output, terminal)
 
 
 def _check(asked: PromptOptions, options: ModelOptions, sampling: SamplingOptions, output: OutputOptions) -> str:
-    """The prompt, once everything that can be refused before loading has been looked at. Raises UsageError."""
+    """The prompt, once all that can be refused before loading has been looked at. Raises UsageError, OutputError."""
     asked.check()
     options.check()
     sampling.check(options.context)
     output.check()
+    require_stdout()
     prompt = asked.read()
     if prompt is None:
         raise UsageError("no prompt: give --prompt TEXT or --prompt-file FILE (- reads standard input)")

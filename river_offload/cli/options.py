@@ -10,8 +10,8 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-import os
 import sys
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -20,6 +20,8 @@ from typing import Annotated, Any, get_type_hints
 import typer
 
 from policies.types import Mode
+from river_offload.cli.help import NOTHING
+from river_offload.cli.streams import reason
 from river_offload.config import QuantConfig, RiverConfig
 from river_offload.errors import UsageError
 
@@ -38,9 +40,9 @@ def _option(name: str, metavar: str, panel: str, help: str, default: object = No
     return typer.Option(name, help=shown, metavar=metavar, rich_help_panel=panel, show_default=False)
 
 
-def _flag(*names: str, panel: str, help: str) -> Any:
-    # An empty metavar would be replaced by the type's name; a space is what a flag takes.
-    return typer.Option(*names, help=help, metavar=" ", rich_help_panel=panel, show_default=False)
+def flag(*names: str, help: str, panel: str | None = None, **more: Any) -> Any:
+    """A `typer.Option` that takes no value; `more` goes to it as it is."""
+    return typer.Option(*names, help=help, metavar=NOTHING, rich_help_panel=panel, show_default=False, **more)
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,7 @@ class PromptOptions:
     system: Annotated[str | None, _option("--system", "TEXT", "Prompt", "A system message for the chat template.")] = (
         None
     )
-    raw: Annotated[bool, _flag("--raw", panel="Prompt", help="Continue plain text: no chat template.")] = False
+    raw: Annotated[bool, flag("--raw", panel="Prompt", help="Continue plain text: no chat template.")] = False
 
     def check(self) -> None:
         """Raises UsageError for options that exclude each other."""
@@ -126,9 +128,19 @@ class ModelOptions:
         str | None,
         _option("--dtype", "D", "Memory", "auto, float32, bfloat16 or float16.", RiverConfig.dtype),
     ] = None
+    cache_dir: Annotated[
+        str | None,
+        _option(
+            "--cache-dir",
+            "DIR",
+            "River",
+            "Keep built rivers and unpacked GGUF files here.",
+            "$RIVER_OFFLOAD_CACHE, else ~/.cache/river-offload",
+        ),
+    ] = None
     trust_remote_code: Annotated[
         bool,
-        _flag("--trust-remote-code", panel="Memory", help="Run code that the checkpoint brings along."),
+        flag("--trust-remote-code", panel="Memory", help="Run code that the checkpoint brings along."),
     ] = False
 
     def check(self) -> None:
@@ -152,7 +164,7 @@ class ModelOptions:
     def load_arguments(self) -> dict[str, Any]:
         """Keyword arguments for `river_offload.load`: what was given, nothing else. Raises UsageError."""
         quant = {name: getattr(self, name) for name in ("bits", "group_size") if getattr(self, name) is not None}
-        names = ("mode", "tau", "min_exit", "head_bits", "budget", "context", "slots", "device", "dtype")
+        names = ("mode", "tau", "min_exit", "head_bits", "budget", "context", "slots", "device", "dtype", "cache_dir")
         given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         if quant:
             given["quant"] = QuantConfig(**quant)
@@ -238,8 +250,8 @@ class BenchOptions:
 class ShowOptions:
     """What is shown."""
 
-    as_json: Annotated[bool, _flag("--json", panel="Output", help="Print one JSON object instead of text.")] = False
-    quiet: Annotated[bool, _flag("--quiet", "-q", panel="Output", help="Nothing on stderr but errors.")] = False
+    as_json: Annotated[bool, flag("--json", panel="Output", help="Print one JSON object instead of text.")] = False
+    quiet: Annotated[bool, flag("--quiet", "-q", panel="Output", help="Nothing on stderr but errors.")] = False
 
 
 @dataclass(frozen=True)
@@ -253,10 +265,22 @@ class OutputOptions(ShowOptions):
 
     def check(self) -> None:
         """Raises UsageError when the trace could not be written later, after minutes of work."""
-        if self.trace is not None:
-            path = Path(self.trace)
-            if path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
-                raise UsageError(f"--trace {path} cannot be written: expected a file name in a writable directory")
+        if self.trace is None:
+            return
+        try:
+            path = Path(self.trace).resolve()  # where a link leads is where it will be written
+            why = "it is no regular file" if path.exists() and not path.is_file() else None
+            if why is None:
+                # As the trace itself: under a longer name beside it first.
+                with tempfile.NamedTemporaryFile(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent):
+                    pass
+        except (OSError, RuntimeError) as error:  # RuntimeError: links in a circle
+            why = getattr(error, "strerror", None) or str(error)
+        if why is not None:
+            raise UsageError(
+                f"--trace {self.trace} cannot be written: {why}. Name a file in a directory that exists and can be "
+                "written to"
+            )
 
 
 def with_options(*groups: type[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -289,7 +313,7 @@ def _read_prompt_file(name: str) -> str:
             return sys.stdin.buffer.read().decode("utf-8")
         return Path(name).read_bytes().decode("utf-8")
     except OSError as error:
-        raise UsageError(f"--prompt-file {name} cannot be read: {error.strerror or error}") from error
+        raise UsageError(f"--prompt-file {name} cannot be read: {reason(error)}") from error
     except UnicodeDecodeError as error:
         raise UsageError(f"--prompt-file {name} is not UTF-8 text ({error.reason} at byte {error.start})") from error
 

@@ -6,6 +6,7 @@ from river_offload.cli import runtime
 from river_offload.cli.options import ModelOptions, ShowOptions, with_options
 from river_offload.cli.progress import duration
 from river_offload.cli.report import print_json
+from river_offload.cli.streams import require_stdout
 from river_offload.cli.terminal import Terminal, boundary
 from river_offload.config import default_cache_dir, format_size
 from river_offload.errors import UsageError
@@ -21,6 +22,8 @@ def prepare(model: str, options: ModelOptions, show: ShowOptions) -> None:
             raise UsageError("prepare builds the river, and mode backbone has none: leave --mode out")
         if options.tau is not None:
             raise UsageError("--tau has no effect on prepare, which writes no text: give it to generate or chat")
+        if show.as_json:
+            require_stdout()
         with runtime.opened(model, options.load_arguments(), terminal) as loaded:
             river = loaded.river
             placement, quant = river.placement, river.config.quant

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -24,6 +24,7 @@ class Handle(Protocol):
     trace: TraceLike
     config: Any
     placement: Placement
+    notes: Sequence[str]
 
     @property
     def mode(self) -> str: ...
@@ -54,7 +55,10 @@ def load(model: str, **arguments: Any) -> Loaded:
 
 @contextlib.contextmanager
 def opened(model: str, arguments: dict[str, Any], terminal: Terminal) -> Iterator[Loaded]:
-    """A loaded model that is closed however the block ends. Raises what `load` raises."""
+    """A loaded model that is closed however the block ends. Says the remarks on its checkpoint.
+
+    Raises what `load` raises.
+    """
     progress = terminal.progress()
     try:
         progress.start("starting", 0, "")
@@ -64,6 +68,8 @@ def opened(model: str, arguments: dict[str, Any], terminal: Terminal) -> Iterato
     finally:
         progress.finish()
     try:
+        for remark in loaded.river.notes:
+            terminal.note(f"note: {remark}")
         yield loaded
     finally:
         loaded.river.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import re
 import sys
 import warnings
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from river_offload.cli.interrupts import Terminated, exit_code, terminated_by_signals
 from river_offload.cli.progress import Bars
 from river_offload.errors import RiverError
 from river_offload.progress import Progress, Silent
@@ -22,6 +24,18 @@ INTERRUPTED = 130
 """Exit code after Ctrl-C: 128 + SIGINT, what shells expect."""
 BROKEN_PIPE = 141
 """Exit code when the reader of standard output has gone: 128 + SIGPIPE."""
+_OPTIONS = {
+    "cache_dir": "--cache-dir",
+    "head_bits": "--head-bits",
+    "min_exit": "--min-exit",
+    "trust_remote_code": "--trust-remote-code",
+    "quant.bits": "--bits",
+    "quant.group_size": "--group-size",
+}
+"""Options by the names that the library's messages give them. Only names that are no English words."""
+# Not as a part of a path, and not before a colon, where a message names a file or a model.
+_PYTHON_NAME = re.compile(rf"(?<![\w./-])({'|'.join(map(re.escape, _OPTIONS))})(?![\w/:-]|\.\w)(=(?=\w))?")
+_PYTHON_DEVICE = re.compile(r"(?<![\w./-])device='([\w:]+)'")
 
 
 class Terminal:
@@ -40,7 +54,7 @@ class Terminal:
             self._print(Text.assemble(("warning: ", "yellow"), message))
 
     def error(self, message: str) -> None:
-        self._print(Text.assemble(("error: ", "bold red"), message))
+        self._print(Text.assemble(("error: ", "bold red"), in_option_names(message)))
 
     def progress(self) -> Progress:
         """A drawer of progress: bars on a terminal, now and then a line elsewhere, nothing when quiet."""
@@ -50,21 +64,29 @@ class Terminal:
         self._console.print(text, soft_wrap=True)
 
 
+def in_option_names(message: str) -> str:
+    """A message of the library with its arguments named as the options are: `head_bits=8` becomes `--head-bits 8`."""
+    message = _PYTHON_NAME.sub(lambda found: _OPTIONS[found[1]] + (" " if found[2] else ""), message)
+    message = message.replace("--trust-remote-code True", "--trust-remote-code")
+    return _PYTHON_DEVICE.sub(r"--device \1", message)
+
+
 @contextlib.contextmanager
 def boundary(terminal: Terminal) -> Iterator[None]:
     """What a command runs in: errors written for users end it with their message and exit code, without traceback.
 
-    Warnings of Python and of this package's logger become lines of `terminal`. Raises typer.Exit.
+    Warnings of Python and of this package's logger become lines of `terminal`; SIGTERM and SIGHUP end the command as
+    Ctrl-C does. Raises typer.Exit.
     """
     try:
-        with _warnings_to(terminal):
+        with terminated_by_signals(), _warnings_to(terminal):
             yield
     except RiverError as error:
         terminal.error(str(error))
         raise typer.Exit(error.exit_code) from None
-    except KeyboardInterrupt:
-        terminal.note("interrupted")
-        raise typer.Exit(INTERRUPTED) from None
+    except KeyboardInterrupt as interrupt:
+        terminal.note(f"ended by {interrupt}" if isinstance(interrupt, Terminated) else "interrupted")
+        raise typer.Exit(exit_code(interrupt)) from None
     except BrokenPipeError:
         # `river-offload ... | head`: not worth a word. Python flushes stdout at exit and would complain there.
         with contextlib.suppress(OSError, ValueError):

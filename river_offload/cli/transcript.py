@@ -24,12 +24,12 @@ def encode_chat(tokenizer: Any, messages: Sequence[Message]) -> list[int]:
         hint = " Leave out --system, or use --raw." if messages[0]["role"] == "system" else " Use --raw."
         raise UsageError(f"the chat template of this model refuses the conversation: {error}.{hint}") from error
     # The template has written the special tokens that start a text; a second one would shift every position.
-    return _ids(tokenizer(text, add_special_tokens=False))
+    return _ids(tokenizer, text, special=False)
 
 
 def encode_text(tokenizer: Any, text: str, *, first: bool = True) -> list[int]:
-    """Token ids of plain text, with the tokens that start a text if it is the `first`. Raises UsageError if empty."""
-    ids = _ids(tokenizer(text, add_special_tokens=first))
+    """Token ids of plain text, with the tokens that start a text if it is the `first`. Raises UsageError for none."""
+    ids = _ids(tokenizer, text, special=first)
     if not ids:
         raise UsageError("the prompt gives no token at all: write some text")
     return ids
@@ -72,7 +72,7 @@ class Transcript:
     def ask(self, text: str) -> list[int]:
         """Token ids of the transcript with `text` as the next thing the user says; `cache` is ready for them.
 
-        Nothing is remembered before `keep`. Raises UsageError when the template refuses it.
+        Nothing is remembered before `keep`. Raises UsageError when it is no text or the template refuses it.
         """
         if self._raw:
             prompt = self._sequence + encode_text(self._tokenizer, text, first=not self._sequence)
@@ -102,5 +102,10 @@ class Transcript:
         self.cache, self._cached = None, []
 
 
-def _ids(encoded: Any) -> list[int]:
-    return [int(token) for token in encoded["input_ids"]]
+def _ids(tokenizer: Any, text: str, *, special: bool) -> list[int]:
+    """Token ids; every text takes this way. Raises UsageError for bytes that are not UTF-8, read as lone surrogates."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise UsageError("this text has bytes that are not UTF-8: write it again in UTF-8") from error
+    return [int(token) for token in tokenizer(text, add_special_tokens=special)["input_ids"]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -9,8 +10,10 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
+from river_offload.cli.interrupts import Terminated
 from river_offload.cli.options import SamplingOptions
 from river_offload.cli.runtime import Loaded
+from river_offload.cli.streams import OutputError
 
 Sink = Callable[[str], None]
 _INCOMPLETE = "\ufffd"
@@ -102,18 +105,25 @@ class StopOnInterrupt:
 
 
 class ToStdout:
-    """The sink of a command that streams: standard output, and whether the last line there is still open."""
+    """The sink of a command that streams: standard output. As a context it ends the line that is open at its end."""
 
     def __init__(self) -> None:
         self._open = False
+
+    def __enter__(self) -> ToStdout:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        # After SIGHUP the terminal has gone, too, and how the command ended matters more than its last line.
+        with contextlib.suppress(*((OutputError, BrokenPipeError) if kind is Terminated else ())):
+            self._end_line()
 
     def __call__(self, piece: str) -> None:
         sys.stdout.write(piece)
         sys.stdout.flush()
         self._open = not piece.endswith("\n")
 
-    def end_line(self) -> None:
-        """End the line if there is one to end, so that what comes next starts on its own."""
+    def _end_line(self) -> None:
         if self._open:
             self("\n")
 

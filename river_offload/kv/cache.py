@@ -16,6 +16,9 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicS
 
 from river_offload.errors import ContextError, UnsupportedError
 
+Mark = list[dict[str, Any]]
+"""The state of a cache between two passes, by layer."""
+
 
 class SharedLayer(DynamicLayer):
     """Keys and values of one depth, [batch, kv_heads, capacity, head_dim], filled from the front.
@@ -51,13 +54,14 @@ class SharedLayer(DynamicLayer):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         assert self._key_buffer is not None and self._value_buffer is not None
+        if len(key_states) != len(self._key_buffer):
+            raise ContextError(
+                f"{len(key_states)} rows for a KV cache that holds {len(self._key_buffer)}: keep a cache for each batch"
+            )
         start = self.get_seq_length()
         end = start + key_states.shape[-2]
         if end > self.capacity:
-            raise ContextError(
-                f"{end} tokens in a KV cache made for {self.capacity}: "
-                "load with a larger context or make a larger cache with model.river.new_cache()"
-            )
+            raise ContextError(f"{end} tokens in a KV cache made for {self.capacity}: load with a larger context")
         self._key_buffer[:, :, start:end] = key_states
         self._value_buffer[:, :, start:end] = value_states
         self._show(end)
@@ -139,6 +143,7 @@ class SharedCache(Cache):
     """
 
     def __init__(self, config: PretrainedConfig, capacity: int) -> None:
+        self.capacity = capacity
         layers: list[Any] = []
         for index, layer in enumerate(DynamicCache(config=config).layers):
             if type(layer) is DynamicLayer:
@@ -151,6 +156,16 @@ class SharedCache(Cache):
                     "attention, other kinds are not supported yet"
                 )
         super().__init__(layers=layers)
+
+    def mark(self) -> Mark:
+        """What to hand to `back_to`: the views and lengths of every layer, no copies."""
+        return [dict(vars(layer)) for layer in self.layers]
+
+    def back_to(self, mark: Mark) -> None:
+        """Forget all that was cached since `mark`, which must be the last pass: older views may be overwritten."""
+        for layer, before in zip(self.layers, mark, strict=True):
+            vars(layer).clear()
+            vars(layer).update(before)
 
 
 def cache_argument(model: PreTrainedModel) -> str:

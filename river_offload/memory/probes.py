@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import psutil
+import pynvml
 import torch
 
 MARGIN_SHARE = 0.10
@@ -17,17 +18,35 @@ MARGIN_SHARE = 0.10
 def free_device_bytes(device: torch.device) -> tuple[int, str]:
     """Bytes that may be taken now, a margin already subtracted, and the words that say where the figure comes from.
 
-    On CUDA what the driver reports free; on CPU the smaller of the available memory and the container's limit.
+    On CUDA the smaller of what torch and NVML report free; on CPU of the available memory and the container's limit.
     """
     if device.type == "cuda":
-        free_bytes, _ = torch.cuda.mem_get_info(device)
-        found, figure = free_bytes, "free device memory reported by the driver"
+        found, figure = torch.cuda.mem_get_info(device)[0], "free device memory reported by torch"
+        nvml_bytes = nvml_free_bytes(str(torch.cuda.get_device_properties(device).uuid))
+        if nvml_bytes is not None and nvml_bytes < found:
+            found, figure = nvml_bytes, "free device memory reported by NVML"
     else:
         found, figure = psutil.virtual_memory().available, "available memory"
         limited = cgroup_free_bytes()
         if limited is not None and limited < found:
             found, figure = limited, "memory left under the container's limit"
     return int(found * (1 - MARGIN_SHARE)), f"{figure} less {MARGIN_SHARE:.0%}"
+
+
+def nvml_free_bytes(uuid: str) -> int | None:
+    """Free memory of the GPU with `uuid` (with or without its "GPU-"), None where NVML cannot say.
+
+    Asked by UUID: NVML counts devices its own way and knows nothing of CUDA_VISIBLE_DEVICES.
+    """
+    try:
+        pynvml.nvmlInit()
+        try:
+            handle = pynvml.nvmlDeviceGetHandleByUUID(uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}")
+            return int(pynvml.nvmlDeviceGetMemoryInfo(handle).free)
+        finally:
+            pynvml.nvmlShutdown()
+    except pynvml.NVMLError:  # no driver, no permission, a device that NVML does not list
+        return None
 
 
 def cgroup_free_bytes(root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")) -> int | None:

@@ -19,7 +19,7 @@ from transformers import PretrainedConfig
 from policies.exit import ExitRule
 from policies.types import Mode, Placement
 from river_offload.assemble import assemble
-from river_offload.kv.cache import SharedCache, cache_argument, cache_tensors
+from river_offload.kv.cache import SharedCache, cache_argument
 from river_offload.memory.storages import StorageMeter, storage_bytes
 from river_offload.quant.precision import Precision
 from river_offload.store.slots import Slots
@@ -27,7 +27,7 @@ from river_offload.structure import Structure
 from river_offload.trace import Trace
 
 _COUNTERS_PER_ROW = 16
-"""64-bit numbers that generate keeps for each row beside its attention mask: is it finished, where is it."""
+"""64-bit numbers that generate keeps for each row beside its mask and its positions: is it finished, how long is it."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ def dry_run(
     modes: tuple[Mode, ...],
     trust_remote_code: bool = False,
 ) -> Needs:
-    """Run a prefill of the whole context and one decode step down each path that `modes` can take.
+    """Run prompts and single tokens that fill the context down each path that `modes` can take.
 
     Args:
         config: the text config of the model.
@@ -69,14 +69,24 @@ def dry_run(
             structure = Structure.of(short, precision.dtype, trust_remote_code=trust_remote_code)
             _assemble_fake(structure, rule, _FakeParts(structure, precision))
             cache = SharedCache(short, context)
-            for new_tokens in (max(context - 1, 1), 1):
+            _step(structure.model, cache, batch, 1, short.vocab_size)
+            cache.reset()  # all but the windows is allocated now and is no part of what follows
+            for cached_tokens, new_tokens in _steps(context):
+                if not cached_tokens:
+                    cache.reset()
                 with StorageMeter() as meter:
                     _step(structure.model, cache, batch, new_tokens, short.vocab_size)
-                held_bytes = storage_bytes(cache_tensors(cache))
-                new_kv_bytes = held_bytes if new_tokens > 1 or context <= 2 else 0
-                transient_bytes = max(transient_bytes, meter.peak_bytes - min(new_kv_bytes, meter.peak_bytes))
+                transient_bytes = max(transient_bytes, meter.peak_bytes)
             layer_kv_bytes = [storage_bytes((layer.keys, layer.values)) for layer in cache.layers]
     return Needs(sum(layer_kv_bytes[kinds.index(kind)] for kind in kinds), transient_bytes)
+
+
+def _steps(context: int) -> list[tuple[int, int]]:
+    """(cached, new) tokens: a second turn as long as the first, a prompt that fills the context, a token after it."""
+    if context == 1:
+        return [(0, 1)]
+    half = context // 2
+    return [(0, half), (half, context - half), (0, context - 1), (context - 1, 1)]
 
 
 def _paths(modes: tuple[Mode, ...], count: int) -> list[ExitRule]:
@@ -156,9 +166,11 @@ class _FakeParts:
 def _step(model: Any, cache: SharedCache, batch: int, new_tokens: int, vocab_size: int) -> None:
     """One forward pass, with the tensors that generate holds on to, and what sampling does with its logits."""
     ids = torch.zeros((batch, new_tokens), dtype=torch.long)
-    kept_by_generate = torch.ones((batch, new_tokens + _COUNTERS_PER_ROW), dtype=torch.long)
+    kept_by_generate = torch.ones((batch, 2 * new_tokens + _COUNTERS_PER_ROW), dtype=torch.long)
     mask = None
-    if batch > 1 and new_tokens > 1:  # rows of different length: padding makes transformers build a dense mask
+    if (
+        batch > 1 and new_tokens > 1 and not cache.get_seq_length()
+    ):  # rows of different length: padding makes transformers build a dense mask
         mask = torch.ones((batch, 1, new_tokens, new_tokens), dtype=torch.bool)
     kept = {cache_argument(model): cache}
     logits = model(ids, use_cache=True, logits_to_keep=1, attention_mask=mask, **kept).logits

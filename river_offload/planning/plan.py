@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
-from transformers import AutoConfig, PretrainedConfig
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PretrainedConfig
 
 from policies.placement import place
 from policies.types import Placement, Refusal
+from river_offload.checkpoint.reading import reading, require_json
 from river_offload.checkpoint.safetensors_files import Checkpoint
 from river_offload.checkpoint.source import resolve
 from river_offload.config import RiverConfig, check_mode, default_cache_dir, format_size
@@ -33,12 +36,13 @@ class Plan:
     structure: Structure
     checkpoint: Checkpoint
     keys: Mapping[str, str]
-    directory: Path
     placement: Placement
     budget_source: str
     device: torch.device
     precision: Precision
     cache_dir: Path
+    tokenizer: Any
+    generation_config: GenerationConfig | None
 
 
 def make_plan(config: RiverConfig, progress: Progress) -> Plan:
@@ -48,12 +52,17 @@ def make_plan(config: RiverConfig, progress: Progress) -> Plan:
     source = resolve(config.model, cache_dir=cache_dir, dtype=config.dtype, progress=progress)
     checkpoint = Checkpoint.open(source.directory)
     try:
+        require_json(source.directory)
         model_config = _model_config(source.directory, config)
+        config = _fit_context(config, model_config, checkpoint.notes)
         dtype = getattr(torch, checkpoint.dtype if config.dtype == "auto" else config.dtype)
-        structure = Structure.of(model_config, dtype, trust_remote_code=config.trust_remote_code)
+        with reading(source.directory / "config.json"):
+            structure = Structure.of(model_config, dtype, trust_remote_code=config.trust_remote_code)
         modes = tuple(check_mode(text, structure.num_layers) for text in (config.mode, *config.also_modes))
         _check_options(config, structure)
         keys = checkpoint.check_keys(structure.expected(), structure.tied)
+        tokenizer = _tokenizer(source.directory, config)
+        generation_config = _generation_config(source.directory)
         precision = Precision(
             dtype=dtype,
             bits=config.quant.bits,
@@ -89,7 +98,17 @@ def make_plan(config: RiverConfig, progress: Progress) -> Plan:
         checkpoint.close()
         raise
     return Plan(
-        config, structure, checkpoint, keys, source.directory, placement, budget_source, device, precision, cache_dir
+        config,
+        structure,
+        checkpoint,
+        keys,
+        placement,
+        budget_source,
+        device,
+        precision,
+        cache_dir,
+        tokenizer,
+        generation_config,
     )
 
 
@@ -108,10 +127,42 @@ def _device(config: RiverConfig) -> torch.device:
 
 
 def _model_config(directory: Path, config: RiverConfig) -> PretrainedConfig:
-    try:
-        return text_config(AutoConfig.from_pretrained(directory, trust_remote_code=config.trust_remote_code))
-    except (OSError, ValueError, KeyError) as error:
-        raise CheckpointError(f"{directory / 'config.json'}: transformers cannot read it: {error}") from error
+    path = directory / "config.json"
+    with reading(path):
+        found = text_config(AutoConfig.from_pretrained(directory, trust_remote_code=config.trust_remote_code))
+    if found.num_hidden_layers < 1:
+        raise CheckpointError(f"{path}: num_hidden_layers is {found.num_hidden_layers}, expected at least 1")
+    return found
+
+
+def _tokenizer(directory: Path, config: RiverConfig) -> Any:
+    """The tokenizer beside the checkpoint, None where there is none."""
+    if not any((directory / name).exists() for name in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")):
+        return None
+    with reading(directory / "tokenizer.json"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return AutoTokenizer.from_pretrained(directory, trust_remote_code=config.trust_remote_code)
+
+
+def _generation_config(directory: Path) -> GenerationConfig | None:
+    """The generation defaults beside the checkpoint, None where there are none."""
+    path = directory / "generation_config.json"
+    if not path.exists():
+        return None
+    with reading(path):
+        found = GenerationConfig.from_pretrained(directory)
+        for tokens in (found.eos_token_id, found.pad_token_id, found.bos_token_id):
+            torch.as_tensor([] if tokens is None else tokens, dtype=torch.long)  # ids or lists of ids
+    return found
+
+
+def _fit_context(config: RiverConfig, model_config: PretrainedConfig, notes: list[str]) -> RiverConfig:
+    """No memory for tokens that the model cannot attend to."""
+    limit = getattr(model_config, "max_position_embeddings", None)
+    if not limit or config.context <= limit:
+        return config
+    notes.append(f"context {config.context} is more than the {limit} tokens the model attends to: planned for {limit}")
+    return replace(config, context=limit)
 
 
 def _check_options(config: RiverConfig, structure: Structure) -> None:
@@ -146,9 +197,10 @@ def _does_not_fit(refusal: Refusal, config: RiverConfig) -> BudgetError:
     largest_bytes = refusal.terms[refusal.largest_term]
     advice = "; ".join(refusal.advice)
     return BudgetError(
-        f"{config.model} does not fit a budget of {format_size(refusal.budget_bytes)}: it needs at least "
-        f"{format_size(refusal.needed_bytes)} ({refusal.needed_bytes} bytes) at a context of {config.context}, most of "
-        f"it {refusal.largest_term} ({format_size(largest_bytes)}). What would help: {advice}",
+        f"{config.model} does not fit a budget of {format_size(refusal.budget_bytes)} ({refusal.budget_bytes} bytes): "
+        f"it needs at least {format_size(refusal.needed_bytes)} ({refusal.needed_bytes} bytes) at a context of "
+        f"{config.context}, most of it {refusal.largest_term} ({format_size(largest_bytes)}). "
+        f"What would help: {advice}",
         needed_bytes=refusal.needed_bytes,
         budget_bytes=refusal.budget_bytes,
         terms=dict(refusal.terms),

@@ -6,6 +6,7 @@ import torch
 
 from policies.types import EmbedTier, ModelSizes
 from river_offload.planning.dry_run import Needs
+from river_offload.quant.hqq import HQQ_BYTES_PER_COLUMN
 from river_offload.quant.precision import Precision
 from river_offload.store.layout import Layout
 from river_offload.structure import Structure
@@ -33,12 +34,27 @@ def model_sizes(
         norm_bytes=tuple(sum(_nbytes(shape, dtype) for shape in structure.norm_shapes(i).values()) for i in layers),
         embed_bytes=embed_bytes,
         head_bytes=precision.head_bytes(structure.head) if head else 0,
+        head_can_shrink=bool(head) and precision.head_can_shrink(structure.head),
         other_bytes=sum(outside.values()) + _buffer_bytes(structure),
         kv_bytes=needs.kv_bytes,
         transient_bytes=needs.transient_bytes,
         embed_away_tier=_away_tier(structure, device_type),
+        load_bytes=max(_load_bytes(structure, precision, i, stored_dtype_bytes) for i in layers),
         staging_bytes=largest * stored_dtype_bytes if stored_dtype_bytes and device_type == "cpu" else 0,
     )
+
+
+def _load_bytes(structure: Structure, precision: Precision, layer: int, stored_dtype_bytes: int | None) -> int:
+    """What building a river layer holds for a while: the layer as stored, its quantized state, HQQ's temporaries.
+
+    On a GPU nothing: layers are quantized in main memory.
+    """
+    if precision.device_type != "cpu":
+        return 0
+    shapes = structure.weight_shapes(layer).values()
+    stored_bytes = sum(torch.Size(shape).numel() for shape in shapes) * (stored_dtype_bytes or precision.dtype.itemsize)
+    block_bytes = torch.get_num_threads() * HQQ_BYTES_PER_COLUMN * max(shape[-1] for shape in shapes)
+    return stored_bytes + precision.river_bytes(structure.layers[layer]) + block_bytes
 
 
 def _away_tier(structure: Structure, device_type: str) -> EmbedTier | None:

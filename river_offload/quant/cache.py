@@ -13,6 +13,7 @@ import os
 import shutil
 import struct
 import tempfile
+import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -28,6 +29,7 @@ T = TypeVar("T")
 
 FORMAT = 1  # of packing.py and of the files; anything else is rebuilt
 _SPARE_BYTES = 16 << 20  # left free on the disk for the manifest and for others
+_LEFT_AFTER_S = 3600
 _MAX_HEADER_BYTES = 1 << 20
 _DTYPES = {"U8": torch.uint8, "BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
@@ -69,31 +71,52 @@ class RiverCache:
             return None
         return state
 
+    def reserve(self, river_bytes: int) -> None:
+        """Makes the folder and sees that `river_bytes` more fit on its disk: before hours of work, not after.
+
+        Raises CacheError when they do not, or when the folder cannot be made.
+        """
+        need_bytes = river_bytes + _SPARE_BYTES
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            self._sweep()
+            free_bytes = shutil.disk_usage(self.directory).free
+        except OSError as error:
+            raise self._unwritable(error) from error
+        if free_bytes < need_bytes:
+            raise CacheError(
+                f"{self.directory}: found {format_size(free_bytes)} free, expected {format_size(need_bytes)} for the "
+                "river. Free some space or choose another folder with cache_dir."
+            )
+
     def write_layer(self, layer: int, state: Mapping[str, Tensor]) -> None:
         """Writes the state of `layer`, then the manifest.
 
         Raises:
             CacheError: the folder cannot be written, or the disk has too little space. Nothing half-written stays.
         """
-        need_bytes = sum(t.nbytes for t in state.values()) + _SPARE_BYTES
+        self.reserve(sum(t.nbytes for t in state.values()))
         try:
-            self.directory.mkdir(parents=True, exist_ok=True)
-            free_bytes = shutil.disk_usage(self.directory).free
-            if free_bytes < need_bytes:
-                raise CacheError(
-                    f"{self.directory}: found {format_size(free_bytes)} free, expected {format_size(need_bytes)} for "
-                    f"layer {layer} of the river. Free some space or choose another folder with cache_dir."
-                )
             checksum = _replace(self._path(layer), lambda file: _write_file(file, state))
             # Read anew, for another process may build the same river: what both write is the same.
             layers = self._manifest() | {str(layer): {"bytes": self._path(layer).stat().st_size, "sha256": checksum}}
             manifest = json.dumps({"key": self._identity, "layers": layers}, indent=1).encode()
             _replace(self.directory / "manifest.json", lambda file: file.write(manifest))
         except OSError as error:
-            raise CacheError(
-                f"{self.directory}: the river cannot be cached ({error.strerror or error}), expected a folder that "
-                "can be written and has space. Make it so, or choose another folder with cache_dir."
-            ) from error
+            raise self._unwritable(error) from error
+
+    def _sweep(self) -> None:
+        """Delete what killed builds left. A file that is being written now is younger than an hour."""
+        for left in self.directory.glob(".*.*"):
+            with suppress(OSError):
+                if time.time() - left.stat().st_mtime > _LEFT_AFTER_S:
+                    left.unlink()
+
+    def _unwritable(self, error: OSError) -> CacheError:
+        return CacheError(
+            f"{error.filename or self.directory}: the river cannot be cached ({error.strerror or error}), expected a "
+            "folder that can be written and has space. Make it so, or choose another folder with cache_dir."
+        )
 
     def _path(self, layer: int) -> Path:
         return self.directory / f"layer-{layer:03d}.safetensors"

@@ -11,6 +11,8 @@ float32 while we store bfloat16: q is rounded again against the stored values, s
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
@@ -20,6 +22,8 @@ from river_offload.errors import CheckpointError
 from river_offload.quant.packing import SCALE_DTYPE, QuantizedMatrix, pack
 
 GROUPS = (128, 64, 32)
+HQQ_BYTES_PER_COLUMN = 20 * 64
+"""Temporaries of one block of rows: five float32 copies of it. Each core has a block."""
 _MAX_INVERSE_SCALE = 2e4  # hqq.core.quantize.Quantizer.quantize clamps there
 _COMFORTABLE_RANGE = 0.125  # where a narrow group is moved to: the range of an ordinary trained group
 
@@ -61,7 +65,8 @@ def quantize_matrix(
     packed = torch.empty(rows, columns * bits // 8, dtype=torch.uint8, device=weight.device)
     scale = torch.empty(rows, columns // group, dtype=SCALE_DTYPE, device=weight.device)
     offset = torch.empty_like(scale)
-    for start in range(0, rows, rows_per_block):
+
+    def quantize_rows(start: int) -> None:
         block = slice(start, min(start + rows_per_block, rows))
         groups = weight[block].detach().float().reshape(-1, group)
         if not bool(torch.isfinite(groups).all()):
@@ -73,7 +78,33 @@ def quantize_matrix(
         packed[block] = pack(q.view(-1, columns), bits)
         scale[block] = s.view(-1, columns // group)
         offset[block] = z.view(-1, columns // group)
+
+    _each_on_a_core(quantize_rows, range(0, rows, rows_per_block))
     return QuantizedMatrix(packed, scale, offset, bits)
+
+
+def _each_on_a_core(work: Callable[[int], None], items: Sequence[int]) -> None:
+    """Do `work` for every item, one core each. Raises what the first failing one raised.
+
+    Blocks are small, so threads that share one block's operators mostly wait for each other: for ever so long on a
+    machine that has other work, where one of them may not be running.
+    """
+    cores = torch.get_num_threads()
+    if cores == 1 or len(items) == 1:
+        for item in items:
+            work(item)
+        return
+    try:
+        with ThreadPoolExecutor(cores, "river-quantize", initializer=torch.set_num_threads, initargs=(1,)) as pool:
+            done = [pool.submit(work, item) for item in items]
+            try:
+                for future in done:
+                    future.result()
+            except BaseException:  # an interrupt, too: what has not begun is not worth waiting for
+                pool.shutdown(wait=True, cancel_futures=True)
+                raise
+    finally:
+        torch.set_num_threads(cores)
 
 
 def _quantize_groups(groups: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -8,9 +8,10 @@ import torch
 from torch import nn
 
 from river_offload.errors import UsageError
-from river_offload.quant.hqq import fitting, quantize_matrix
+from river_offload.quant.hqq import fitting
 from river_offload.quant.kernels import Choice, Kernel, MatrixSpec, choose
 from river_offload.quant.linear import RiverLinear
+from river_offload.quant.packing import QuantizedMatrix
 from river_offload.quant.river import choices, install, install_empty, river_bytes
 
 
@@ -58,14 +59,16 @@ class Precision:
         spec = self._head_spec(head)
         return choose(spec, self.kernels).kernel.nbytes(spec) + bias_bytes
 
-    def quantized_head(
-        self, head: nn.Linear, weight: torch.Tensor, bias: torch.Tensor | None, device: torch.device
-    ) -> RiverLinear:
-        """The LM head quantized from its full-precision weight [vocabulary, hidden]."""
-        spec = self._head_spec(head)
-        matrix = quantize_matrix(weight, self.head_bits, spec.group, name="the LM head")
-        kernel = choose(spec, self.kernels).kernel
-        return RiverLinear.from_matrix(matrix, bias, dtype=self.dtype, device=device, kernel=kernel)
+    def head_can_shrink(self, head: nn.Linear) -> bool:
+        """Whether an LM head at full precision could be quantized."""
+        return self.head_bits == 16 and fitting((head.out_features, head.in_features), self.group).group is not None
+
+    def quantized_head(self, head: nn.Linear, state: dict[str, torch.Tensor], device: torch.device) -> RiverLinear:
+        """The LM head out of the state that `quantize_layer` made of it under the name "head"."""
+        packed, scale, offset = (state[f"head.{part}"] for part in ("packed", "scale", "offset"))
+        matrix = QuantizedMatrix(packed, scale, offset, self.head_bits)
+        kernel = choose(self._head_spec(head), self.kernels).kernel
+        return RiverLinear.from_matrix(matrix, state.get("head.bias"), dtype=self.dtype, device=device, kernel=kernel)
 
     def empty_head(self, head: nn.Linear) -> RiverLinear:
         """The same without data, on the CPU: for fake tensors."""

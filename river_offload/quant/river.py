@@ -32,9 +32,9 @@ def misfits(layer: nn.Module, group: int) -> list[str]:
     return [f"{name}: {reason}" for name, reason in reasons if reason]
 
 
-def warn_of_misfits(layer: nn.Module, group: int) -> None:
-    """`misfits` as one warning each: call it once a model, its layers have the same shapes."""
-    for sentence in misfits(layer, group):
+def warn_of_misfits(layers: Sequence[nn.Module], group: int) -> None:
+    """The `misfits` of all layers, one warning for each sentence."""
+    for sentence in dict.fromkeys(sentence for layer in layers for sentence in misfits(layer, group)):
         warnings.warn(f"river: {sentence}", stacklevel=2)
 
 

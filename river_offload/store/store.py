@@ -81,6 +81,16 @@ class Store:
             self._holds[slot] = None
         self._link.release(slot)
 
+    def reclaim(self) -> None:
+        """Take back what an interrupted passage never released. Between passages nothing is lent."""
+        for slot in sorted(self._in_use):
+            depth = self._holds[slot]
+            if depth is not None:
+                _unbind(self._backbone[depth], self._slots.parameters(depth, slot))
+            if self._link is not None:
+                self._link.release(slot)
+        self._in_use.clear()
+
     def close(self) -> None:
         """Stop the link and forget the slots. May be called twice."""
         self.closed = True

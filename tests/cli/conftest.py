@@ -68,6 +68,7 @@ class StubModel:
         self.mode, self.tau, self.num_layers = self.config.mode, self.config.tau, 30
         self.tokenizer = make_tokenizer()
         self.trace = StubTrace()
+        self.notes: list[str] = []
         self.placement = Placement(
             mode=Mode.parse(self.mode), min_exit=1, resident_layers=(0, 1), streamed_layers=tuple(range(2, 30)),
             river_layers=tuple(range(1, 30)), slots=2, slot_bytes=1000, embed_tier="device",

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +11,7 @@ import pytest
 from river_offload._version import __version__
 from river_offload.cli.app import app
 
+ROOT = Path(__file__).resolve().parents[2]
 HEAVY = ("torch", "transformers", "hqq", "numpy")
 
 
@@ -45,6 +48,25 @@ def test_unknown_option_and_missing_model(runner):
         done = runner.invoke(app, arguments)
         assert done.exit_code == 2
         assert message in done.stderr
+
+
+@pytest.mark.parametrize("command", [[], ["generate"], ["chat"], ["prepare"]])
+def test_help_names_what_an_option_takes_in_one_way(runner, command):
+    text = runner.invoke(app, [*command, "--help"]).stdout
+    assert not re.search(r"[{}]|<\w+>", text), text
+    assert "--cache-dir" in text and "RIVER_OFFLOAD_CACHE" in text and "~/.cache/river-offload" in text
+    assert "--help" in text
+    if command:
+        assert f"Usage: river-offload {command[0]} [OPTIONS] MODEL\n".split() == text.split("\n")[1].split()[:6]
+
+
+def test_ctrl_c_while_the_program_is_imported_is_no_traceback(tmp_path: Path):
+    (tmp_path / "typer.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\nimport time\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "river_offload.cli", "--version"],
+        capture_output=True, text=True, check=False, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(tmp_path)},
+    )  # fmt: skip
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 
 
 def test_gone_reader_is_not_an_error(tmp_path: Path):

@@ -4,8 +4,12 @@ import json
 import os
 import signal
 
+import pytest
+
 from river_offload.cli import chat
 from river_offload.cli.app import app
+from river_offload.cli.interrupts import Terminated
+from river_offload.errors import UsageError
 
 FIRST = "<|user|>Hi<|end|><|assistant|>"
 SECOND = f"{FIRST}Hello.<|end|><|user|>And you?<|end|><|assistant|>"
@@ -115,17 +119,57 @@ def test_standard_input_cannot_be_both_prompt_and_turns(stub, runner):
     assert (done.exit_code, stub.loads) == (2, [])
 
 
-def test_ctrl_c_at_the_prompt_shows_help_and_goes_on(stub, runner, monkeypatch):
-    typed = iter(["Hi", KeyboardInterrupt(), EOFError()])
+def test_a_line_that_is_not_utf_8_is_refused_and_the_chat_goes_on(stub, runner, monkeypatch):
+    typed = iter(["h\udcff", "Hi", EOFError()])
+    monkeypatch.setattr(chat, "_read", scripted(typed))
+    done = runner.invoke(app, ["chat", "demo"])
+    assert (done.exit_code, done.stdout) == (0, "Blue light scatters.\n")
+    assert "error: this text has bytes that are not UTF-8" in done.stderr
+    assert stub.model.prompts == [FIRST]
 
+
+def test_standard_input_that_cannot_be_read_is_an_error_of_one_line(stub, runner, monkeypatch):
+    class Unreadable:
+        def readline(self):
+            raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(chat.sys, "stdin", Unreadable())
+    with pytest.raises(UsageError, match="standard input cannot be read: Input/output error"):
+        chat._read(False, "> ")
+
+
+def test_sigterm_during_an_answer_ends_the_chat(stub, runner):
+    stub.answers = ["Hello.", "Fine."]
+
+    def terminate(index: int) -> None:
+        if index == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    stub.prepare = lambda model: setattr(model, "on_token", terminate)
+    done = runner.invoke(app, ["chat", "demo"], input="Hi\nAnd you?\n")
+    assert (done.exit_code, done.stdout, stub.model.closed) == (143, "He\n", 1)
+
+
+def test_sighup_at_the_prompt_ends_the_chat(stub, runner, monkeypatch):
+    monkeypatch.setattr(chat, "_is_interactive", lambda: True)
+    monkeypatch.setattr(chat, "_read", scripted(iter(["Hi", Terminated(signal.SIGHUP), "And you?"])))
+    done = runner.invoke(app, ["chat", "demo"])
+    assert (done.exit_code, done.stdout, stub.model.closed) == (129, "Blue light scatters.\n", 1)
+
+
+def scripted(typed):
     def read(interactive: bool, prompt: str) -> str:
         line = next(typed)
         if isinstance(line, BaseException):
             raise line
         return line
 
+    return read
+
+
+def test_ctrl_c_at_the_prompt_shows_help_and_goes_on(stub, runner, monkeypatch):
     monkeypatch.setattr(chat, "_is_interactive", lambda: True)
-    monkeypatch.setattr(chat, "_read", read)
+    monkeypatch.setattr(chat, "_read", scripted(iter(["Hi", KeyboardInterrupt(), EOFError()])))
     done = runner.invoke(app, ["chat", "demo"])
     assert (done.exit_code, done.stdout) == (0, "Blue light scatters.\n")
     assert "/quit or Ctrl-D leaves" in done.stderr

@@ -68,6 +68,8 @@ def test_only_given_options_reach_load(stub, runner):
         "--dtype",
         "float32",
         "--trust-remote-code",
+        "--cache-dir",
+        "/river/cache",
     ]
     stub.answers = ["ok"]
     done = runner.invoke(app, ["generate", "demo", "--prompt", "a", *more])
@@ -79,6 +81,7 @@ def test_only_given_options_reach_load(stub, runner):
     assert given == {
         "model": "demo", "mode": "exit", "tau": -1.0, "min_exit": 3, "head_bits": 8, "slots": 1, "context": 99,
         "budget": "200MiB", "device": "cpu", "dtype": "float32", "trust_remote_code": True,
+        "cache_dir": "/river/cache",
     }  # fmt: skip
 
 
@@ -168,9 +171,9 @@ def test_prompt_from_a_file_and_from_standard_input(stub, runner, tmp_path):
         (["--prompt", "a", "--mode", "backbone", "--bits", "4"], "--bits has no effect"),
         (["--prompt", "a", "--mode", "fixed"], "expected exit, backbone, quantized or fixed:D"),
         (["--prompt", "a", "--tau", "nan"], "tau is nan"),
-        (["--prompt", "a", "--min-exit", "0"], "min_exit is 0"),
-        (["--prompt", "a", "--bits", "5"], "bits is 5"),
-        (["--prompt", "a", "--group-size", "48"], "group_size is 48"),
+        (["--prompt", "a", "--min-exit", "0"], "--min-exit is 0"),
+        (["--prompt", "a", "--bits", "5"], "error: --bits is 5"),
+        (["--prompt", "a", "--group-size", "48"], "error: --group-size is 48"),
         (["--prompt", "a", "--budget", "8G"], "ambiguous"),
         (["--prompt", "a", "--context", "0"], "context is 0"),
         (["--prompt", "a", "--device", "tpu"], "device is 'tpu'"),
@@ -187,6 +190,10 @@ def test_prompt_from_a_file_and_from_standard_input(stub, runner, tmp_path):
         (["--prompt", "a", "--max-new-tokens", "4096"], "do not fit a context of 4096"),
         (["--prompt", "a", "--max-new-tokens", "64", "--context", "64"], "do not fit a context of 64"),
         (["--prompt", "a", "--trace", "/no/such/dir/trace"], "--trace /no/such/dir/trace cannot be written"),
+        (["--prompt", "a", "--trace", "/proc/trace"], "--trace /proc/trace cannot be written: No such file"),
+        (["--prompt", "a", "--trace", "/dev/full"], "--trace /dev/full cannot be written: it is no regular file"),
+        (["--prompt", "a", "--trace", f"/tmp/{'x' * 250}"], "File name too long"),
+        (["--prompt", "a", "--cache-dir", ""], "--cache-dir is ''"),
         (["--prompt", "a\udcff"], "--prompt is not UTF-8"),
     ],
 )
@@ -259,6 +266,36 @@ def test_trace_is_written(stub, runner, tmp_path: Path):
     trace = tmp_path / "trace.jsonl"
     assert runner.invoke(app, ["generate", "demo", "--prompt", "a", "--trace", str(trace)]).exit_code == 0
     assert trace.read_text() == '{"version": 1}\n'
+
+
+def test_a_trace_that_can_be_written_leaves_no_sign_of_the_trial(stub, runner, tmp_path: Path):
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text("older")
+    done = runner.invoke(app, ["generate", "demo", "--prompt", "a", "--trace", str(trace), "--raw", "--system", "b"])
+    assert (done.exit_code, stub.loads) == (2, [])
+    done = runner.invoke(app, ["generate", "demo", "--prompt", "", "--trace", str(trace)])
+    assert (done.exit_code, stub.loads) == (2, [])
+    assert [path.name for path in tmp_path.iterdir()] == ["trace.jsonl"]
+    assert trace.read_text() == "older"
+
+
+def test_a_trace_behind_links_in_a_circle_is_refused(stub, runner, tmp_path: Path):
+    (tmp_path / "a").symlink_to(tmp_path / "b")
+    (tmp_path / "b").symlink_to(tmp_path / "a")
+    done = runner.invoke(app, ["generate", "demo", "--prompt", "a", "--trace", str(tmp_path / "a" / "trace")])
+    assert (done.exit_code, stub.loads) == (2, [])
+    assert "cannot be written" in done.stderr
+
+
+@pytest.mark.parametrize("command", [["generate", "--prompt", "a"], ["chat", "--prompt", "a"], ["prepare"]])
+def test_remarks_on_the_checkpoint_are_said_before_the_text_unless_quiet(stub, runner, command):
+    stub.prepare = lambda model: model.notes.extend(["stray.safetensors is ignored", "2 tensors are not used"])
+    arguments = [command[0], "demo", *command[1:]]
+    done = runner.invoke(app, arguments)
+    assert done.exit_code == 0, done.output
+    assert done.stderr.splitlines()[:2] == ["note: stray.safetensors is ignored", "note: 2 tensors are not used"]
+    stub.answers = ["x"]
+    assert runner.invoke(app, [*arguments, "--quiet"]).stderr == ""
 
 
 def test_warnings_become_lines(stub, runner):

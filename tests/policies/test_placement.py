@@ -15,13 +15,14 @@ SIZES = ModelSizes(
     norm_bytes=(1, 1, 1, 1),
     embed_bytes=50,
     head_bytes=50,
+    head_can_shrink=True,
     other_bytes=5,
     kv_bytes=40,
     transient_bytes=20,
     staging_bytes=7,
 )
 EXIT = Mode("exit")
-TERMS = {"backbone", "slots", "staging", "river", "norms", "embedding", "head", "other", "kv", "transient"}
+TERMS = {"backbone", "slots", "staging", "river", "norms", "embedding", "head", "other", "kv", "transient", "loading"}
 
 
 def fits(sizes: ModelSizes, budget_bytes: int, mode: Mode = EXIT, min_exit: int = 1, **options: object) -> Placement:
@@ -53,6 +54,7 @@ def test_everything_fits_so_nothing_streams() -> None:
         "other": 5,
         "kv": 40,
         "transient": 20,
+        "loading": 0,
     }
 
 
@@ -112,7 +114,7 @@ def test_embedding_leaves_the_device_to_make_room_for_layers() -> None:
 
 
 def test_refusal_names_the_largest_term_and_what_would_change_it() -> None:
-    refusal = refused(replace(SIZES, kv_bytes=5_000), 300)
+    refusal = refused(replace(SIZES, kv_bytes=1_000), 300)
     assert refusal.budget_bytes == 300
     assert refusal.largest_term == "kv"
     assert "context" in refusal.advice[0]
@@ -152,12 +154,14 @@ def problems(draw: st.DrawFn) -> tuple[ModelSizes, dict[str, object]]:
         norm_bytes=draw(per_layer),
         embed_bytes=draw(amounts),
         head_bytes=draw(amounts),
+        head_can_shrink=draw(st.booleans()),
         other_bytes=draw(amounts),
         kv_bytes=draw(amounts),
         transient_bytes=draw(amounts),
         embed_away_tier=draw(st.sampled_from([None, "host", "disk"])),
         embed_away_bytes=draw(st.integers(0, 20)),
         staging_bytes=draw(amounts),
+        load_bytes=draw(st.integers(0, 900)),
     )
     options = {
         "mode": draw(modes),

@@ -109,7 +109,7 @@ def test_a_full_disk_is_refused_before_anything_is_written(
     cache: RiverCache, state: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cache_module.shutil, "disk_usage", lambda _: SimpleNamespace(free=1024))
-    with pytest.raises(CacheError, match=r"found 1.0 KiB free, expected .*layer 2.*cache_dir"):
+    with pytest.raises(CacheError, match=r"found 1.0 KiB free, expected .*for the river.*cache_dir"):
         cache.write_layer(2, state)
     assert not list(cache.directory.iterdir())
 

@@ -87,7 +87,7 @@ def test_choices_name_every_quantized_linear() -> None:
 
 def test_misfits_are_warned_of_by_name() -> None:
     with pytest.warns(UserWarning) as caught:
-        warn_of_misfits(_Layer(), 64)
+        warn_of_misfits([_Layer(), _Layer()], 64)  # what two layers share is said once
     messages = [str(warning.message) for warning in caught]
     assert len(messages) == 2
     assert "up: 96" in messages[0] and "group 32" in messages[0]

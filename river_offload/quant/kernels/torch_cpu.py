@@ -125,7 +125,9 @@ class TorchInt4Cpu(Kernel):
 
     def matmul(self, x: Tensor, parts: Parts, spec: MatrixSpec) -> Tensor:
         if x.shape[0] <= _MAX_ROWS_OF_OP:
-            y: Tensor = _aten._weight_int4pack_mm_for_cpu(x, parts["packed"], spec.group, parts["scale_offset"])
+            y: Tensor = _aten._weight_int4pack_mm_for_cpu(
+                x.contiguous(), parts["packed"], spec.group, parts["scale_offset"]
+            )
             return y
         out = x.new_empty(x.shape[0], spec.rows)
         for start, order, weight in self._dense_tiles(parts, spec):

@@ -1,0 +1,79 @@
+"""Ctrl-C and faults in the middle of a passage: the next call works, on the kept cache too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from families import tokens
+
+from river_offload.store import store as store_module
+
+
+def lengths(cache: Any) -> list[int]:
+    return [cache.get_seq_length(layer) for layer in range(len(cache.layers))]
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "mistral"])
+@pytest.mark.parametrize("point", ["layer", "bind", "release"])
+def test_an_interrupt_inside_a_passage_leaves_cache_and_slots_as_they_were(
+    family: str, point: str, pair: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, plain = pair(family, slots=1)
+    cache = model.river.new_cache()
+    first = model.generate(tokens(12), past_key_values=cache, max_new_tokens=3, do_sample=False)
+    before = lengths(cache)
+    turn = torch.cat([first, tokens(5, seed=9)], dim=1)
+
+    calls = []
+
+    def interrupted(*arguments: Any, **_: Any) -> Any:
+        calls.append(arguments)
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+        return unbind(*arguments)  # what takes the slot back afterwards is not interrupted again
+
+    unbind = store_module._unbind
+    with monkeypatch.context() as patch:
+        if point == "layer":
+            patch.setattr(model.get_decoder().layers[2].backbone.mlp, "forward", interrupted)
+        else:
+            patch.setattr(store_module, {"bind": "_bind", "release": "_unbind"}[point], interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            model.generate(turn, past_key_values=cache, max_new_tokens=3, do_sample=False)
+    assert lengths(cache) == before
+    assert model.river.report()["new_tokens"] == 0
+    found = model.generate(turn, past_key_values=cache, max_new_tokens=3, do_sample=False)
+    expected = plain.generate(turn, max_new_tokens=3, do_sample=False)
+    assert torch.equal(found, expected)
+
+
+def test_the_report_is_of_the_last_generate_alone(open_river: Callable[..., Any]) -> None:
+    model = open_river("llama", mode="exit", tau=2.0, also_modes=("fixed:1",))
+    model.generate(tokens(5), max_new_tokens=2, do_sample=False)
+    with model.river.using(mode="fixed:1"):
+        model.generate(tokens(6), max_new_tokens=3, do_sample=False)
+    model(tokens(4))
+    model.river.trace.clear()
+    report = model.river.report()
+    assert (report["mode"], report["depths"], report["new_tokens"]) == ("fixed:1", [1, 1, 1], 3)
+    assert report["prompt_tokens"] == 6
+
+
+def test_a_turn_of_one_new_token_is_still_a_prefill(open_river: Callable[..., Any]) -> None:
+    model = open_river("llama", mode="backbone")
+    cache = model.river.new_cache()
+    first = model.generate(tokens(5), past_key_values=cache, max_new_tokens=2, do_sample=False)
+    model.generate(first, past_key_values=cache, max_new_tokens=2, do_sample=False)
+    assert [record.path for record in model.river.account.records] == ["prefill", "decode"]
+    assert model.river.report()["prefill_depth"] == model.river.num_layers
+
+
+@pytest.mark.parametrize("context", [1, 2, 3])
+def test_the_shortest_contexts_load_and_run(context: int, open_river: Callable[..., Any]) -> None:
+    model = open_river("gemma3", context=context)
+    if context > 1:
+        assert model.generate(tokens(1), max_new_tokens=context - 1, do_sample=False).shape == (1, context)
+    assert model(tokens(1)).logits.shape[:2] == (1, 1)
