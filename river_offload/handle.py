@@ -115,10 +115,10 @@ class River:
                 passage beyond the last depth raises UsageError. Excludes mode and tau, which decide the same.
         """
         before = self._flow.rule
-        given = {name: check_option(name, value) for name, value in (("mode", mode), ("tau", tau)) if value is not None}
         if depths is None:
-            self._set(**given)
-        elif not given:
+            given = {"mode": mode, "tau": tau}
+            self._set(**{name: check_option(name, value) for name, value in given.items() if value is not None})
+        elif mode is None and tau is None:
             self._force(tuple(depths))
         else:
             raise UsageError("depths force every exit, mode and tau decide it otherwise: give one or the other")

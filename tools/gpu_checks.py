@@ -168,9 +168,11 @@ def pinned_exactness(rig: Rig) -> Result:
         if host is None:
             raise Skipped("the store keeps no HostTier")
         streamed = model.river.placement.streamed_layers
+        # With a host budget some layers stay on disk and have no buffer.
         buffers = [buffer for layer in streamed if (buffer := host.buffer(layer)) is not None]
         wanted = sum(buffer.nbytes for buffer in buffers)
-        held = sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in buffers}.values())
+        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in buffers}
+        held = sum(storages.values())
         found = {"layers": len(streamed), "layer_bytes": wanted, "held_bytes": held,
                  "pinned": sum(buffer.is_pinned() for buffer in buffers),
                  "rounded_by_torch_bytes": max(pinned_by_torch() - before - wanted, 0)}  # fmt: skip

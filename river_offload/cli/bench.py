@@ -10,6 +10,7 @@ from river_offload.cli.options import BenchOptions, ModelOptions, OutputOptions,
 from river_offload.cli.progress import duration
 from river_offload.cli.report import print_json
 from river_offload.cli.runtime import hush_libraries
+from river_offload.cli.streams import require_stdout
 from river_offload.cli.terminal import Terminal, boundary
 from river_offload.config import RiverConfig, format_size
 from river_offload.errors import UsageError
@@ -23,6 +24,7 @@ def bench(model: str, options: ModelOptions, asked: BenchOptions, output: Output
         options.check()
         asked.check(options)
         output.check()
+        require_stdout()
         config = RiverConfig.from_options(model=model, **options.load_arguments())
         figures = _run(config, asked, output, terminal)
         if output.as_json:

@@ -10,6 +10,7 @@ import typer
 
 from river_offload.cli.progress import duration
 from river_offload.cli.report import print_json
+from river_offload.cli.streams import require_stdout
 from river_offload.cli.terminal import Terminal, boundary
 from river_offload.config import format_size
 from river_offload.eval.trace_plot import plot_trace, trace_summary
@@ -32,6 +33,7 @@ def trace(
     """Sum up a trace, and draw it."""
     terminal = Terminal(quiet=False)
     with boundary(terminal):
+        require_stdout()
         read = Trace.read_jsonl(file)
         figures = trace_summary(read)
         if plot is not None:
