@@ -121,6 +121,14 @@ class ModelOptions:
         int | None,
         _option("--slots", "N", "Memory", "Buffers that streamed layers pass through.", RiverConfig.slots),
     ] = None
+    prefetch: Annotated[
+        str | None,
+        _option("--prefetch", "KIND", "Memory", "Ahead of need: none, next or predicted.", RiverConfig.prefetch),
+    ] = None
+    on_miss: Annotated[
+        str | None,
+        _option("--on-miss", "WHAT", "Memory", "For a layer that is not there: wait, or exit.", RiverConfig.on_miss),
+    ] = None
     device: Annotated[
         str | None, _option("--device", "D", "Memory", "auto, cpu, cuda or cuda:N.", RiverConfig.device)
     ] = None
@@ -152,6 +160,8 @@ class ModelOptions:
         for name, value in (("--bits", self.bits), ("--group-size", self.group_size)):
             if value is not None and mode.kind == "backbone":
                 raise UsageError(f"{name} has no effect in mode backbone, which has no river: leave it out")
+        if self.prefetch is not None and mode.kind == "quantized":
+            raise UsageError("--prefetch has no effect in mode quantized, which streams nothing: leave it out")
         RiverConfig.from_options(model="demo", **self.load_arguments())
 
     def parsed_mode(self) -> Mode:
@@ -164,7 +174,10 @@ class ModelOptions:
     def load_arguments(self) -> dict[str, Any]:
         """Keyword arguments for `river_offload.load`: what was given, nothing else. Raises UsageError."""
         quant = {name: getattr(self, name) for name in ("bits", "group_size") if getattr(self, name) is not None}
-        names = ("mode", "tau", "min_exit", "head_bits", "budget", "context", "slots", "device", "dtype", "cache_dir")
+        names = (
+            *("mode", "tau", "min_exit", "head_bits", "budget", "context", "slots", "prefetch", "on_miss"),
+            *("device", "dtype", "cache_dir"),
+        )
         given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         if quant:
             given["quant"] = QuantConfig(**quant)

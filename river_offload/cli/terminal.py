@@ -28,6 +28,7 @@ _OPTIONS = {
     "cache_dir": "--cache-dir",
     "head_bits": "--head-bits",
     "min_exit": "--min-exit",
+    "on_miss": "--on-miss",
     "trust_remote_code": "--trust-remote-code",
     "quant.bits": "--bits",
     "quant.group_size": "--group-size",

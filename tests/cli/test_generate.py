@@ -61,6 +61,10 @@ def test_only_given_options_reach_load(stub, runner):
         "8",
         "--slots",
         "1",
+        "--prefetch",
+        "predicted",
+        "--on-miss",
+        "exit",
         "--budget",
         "200MiB",
         "--device",
@@ -80,6 +84,7 @@ def test_only_given_options_reach_load(stub, runner):
     assert (quant.bits, quant.group_size) == (8, 32)
     assert given == {
         "model": "demo", "mode": "exit", "tau": -1.0, "min_exit": 3, "head_bits": 8, "slots": 1, "context": 99,
+        "prefetch": "predicted", "on_miss": "exit",
         "budget": "200MiB", "device": "cpu", "dtype": "float32", "trust_remote_code": True,
         "cache_dir": "/river/cache",
     }  # fmt: skip
@@ -324,3 +329,15 @@ def test_closing_line_leaves_out_what_nobody_measured():
     report = SimpleNamespace(tokens_per_s=None, mean_depth=float("nan"))
     figures = {"new_tokens": 1, "bytes_streamed": 0, "peak_device_bytes": 2**20, "budget_bytes": 2**30}
     assert closing_line(figures | vars(report), 30) == "1 token · 0 B streamed · peak 1.0 MiB of 1.00 GiB"
+
+
+def test_streaming_options_that_cannot_take_effect_are_refused(stub, runner):
+    for given, words in (
+        (["--mode", "quantized", "--prefetch", "next"], "--prefetch has no effect in mode quantized"),
+        (["--mode", "backbone", "--on-miss", "exit"], "--on-miss exit has no effect in mode backbone"),
+        (["--prefetch", "oracle"], "none or next or predicted"),
+    ):
+        done = runner.invoke(app, ["generate", "demo", "--prompt", "a", *given])
+        assert done.exit_code == 2
+        assert words in " ".join(done.stderr.split()), done.stderr
+    assert stub.loads == []
