@@ -151,8 +151,10 @@ class CudaLink:
             thread = self._thread
         if thread is not None:
             thread.join()
-        self._stream.synchronize()
-        self._source.close()
+        try:
+            self._stream.synchronize()
+        finally:
+            self._source.close()
 
     def _let_compute_wait(self, job: _Job) -> None:
         self._cuda.current_stream(self._device).wait_event(job.copied)  # copy done -> compute may read
