@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,8 @@ import torch
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PretrainedConfig
 
 from policies.placement import place
-from policies.types import Placement, Refusal
+from policies.types import Mode, Placement, Refusal
+from river_offload.checkpoint.headers import TensorEntry
 from river_offload.checkpoint.reading import reading, require_json
 from river_offload.checkpoint.safetensors_files import Checkpoint
 from river_offload.checkpoint.source import resolve
@@ -71,36 +72,11 @@ def make_plan(config: RiverConfig, progress: Progress) -> Plan:
             device_type=device.type,
             kernels=ordered(cache_dir),
         )
-        needs = dry_run(
-            model_config,
-            precision,
-            context=config.context,
-            batch=config.batch,
-            modes=modes,
-            trust_remote_code=config.trust_remote_code,
-        )
         stored = [checkpoint.entries[key] for key in _layer_keys(structure, keys)]
-        other = {entry.dtype for entry in stored} - {str(dtype).removeprefix("torch.")}
-        sizes = model_sizes(
-            structure,
-            needs,
-            precision,
-            stored_dtype_bytes=max((getattr(torch, name).itemsize for name in other), default=None),
-            largest_stored_bytes=max((entry.nbytes for entry in stored), default=0),
-        )
         budget_bytes, budget_source = config.budget, "given"
         if budget_bytes is None:
             budget_bytes, budget_source = free_device_bytes(device)
-        placement = place(
-            sizes,
-            mode=modes[0],
-            also_modes=modes[1:],
-            min_exit=config.min_exit,
-            budget_bytes=budget_bytes,
-            slots=config.slots,
-        )
-        if isinstance(placement, Refusal):
-            raise _does_not_fit(placement, config)
+        placement = _place(config, structure, precision, modes, stored, budget_bytes)
     except BaseException:
         checkpoint.close()
         raise
@@ -117,6 +93,44 @@ def make_plan(config: RiverConfig, progress: Progress) -> Plan:
         tokenizer,
         generation_config,
     )
+
+
+def _place(
+    config: RiverConfig,
+    structure: Structure,
+    precision: Precision,
+    modes: tuple[Mode, ...],
+    stored: Sequence[TensorEntry],
+    budget_bytes: int,
+) -> Placement:
+    """Run the model dry, weigh its parts and place them. `stored`: the layers' matrices on disk. Raises BudgetError."""
+    needs = dry_run(
+        structure.model.config,
+        precision,
+        context=config.context,
+        batch=config.batch,
+        modes=modes,
+        trust_remote_code=config.trust_remote_code,
+    )
+    other = {entry.dtype for entry in stored} - {str(precision.dtype).removeprefix("torch.")}
+    sizes = model_sizes(
+        structure,
+        needs,
+        precision,
+        stored_dtype_bytes=max((getattr(torch, name).itemsize for name in other), default=None),
+        largest_stored_bytes=max((entry.nbytes for entry in stored), default=0),
+    )
+    placement = place(
+        sizes,
+        mode=modes[0],
+        also_modes=modes[1:],
+        min_exit=config.min_exit,
+        budget_bytes=budget_bytes,
+        slots=config.slots,
+    )
+    if isinstance(placement, Refusal):
+        raise _does_not_fit(placement, config)
+    return placement
 
 
 def _device(config: RiverConfig) -> torch.device:
