@@ -50,8 +50,8 @@ def parse_size(size: str | int) -> int:
 def format_size(size_bytes: int) -> str:
     """`8.00 GiB`, `200.0 MiB`, `12 B`: rounded, for people. Quote a budget to be typed again in plain bytes."""
     for unit, power, digits in (("GiB", 3, 2), ("MiB", 2, 1), ("KiB", 1, 1)):
-        value = round(size_bytes / 1024**power, digits)
-        if value >= 1:
+        value = size_bytes / 1024**power
+        if value >= 1 - 0.05 / 1024:  # else the next smaller unit says it without 1024.0 of it
             return f"{value:.{digits}f} {unit}"
     return f"{size_bytes} B"
 

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from river_offload.config import QuantConfig, RiverConfig, default_cache_dir, format_size, parse_size
@@ -58,6 +58,8 @@ def test_sizes_for_people(size_bytes: int, text: str) -> None:
 
 
 @given(st.integers(0, 2**50))
+@example(973)
+@example(2**20 - 1)
 def test_a_printed_size_reads_back_within_its_rounding(size_bytes: int) -> None:
     assert abs(parse_size(format_size(size_bytes)) - size_bytes) <= 0.051 * size_bytes
 
