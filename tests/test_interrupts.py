@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from families import tokens
 
+from river_offload.quant import hqq
 from river_offload.store import store as store_module
 
 
@@ -77,3 +81,33 @@ def test_the_shortest_contexts_load_and_run(context: int, open_river: Callable[.
     if context > 1:
         assert model.generate(tokens(1), max_new_tokens=context - 1, do_sample=False).shape == (1, context)
     assert model(tokens(1)).logits.shape[:2] == (1, 1)
+
+
+def test_an_interrupt_while_the_river_is_built_keeps_whole_layers_and_no_thread(
+    checkpoint: Callable[..., Path], open_river: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quantize, calls = hqq._quantize_groups, []
+
+    def interrupted(*arguments: Any) -> Any:
+        calls.append(arguments)
+        if len(calls) == 20:
+            raise KeyboardInterrupt
+        return quantize(*arguments)
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)  # blocks of rows go to threads only where there are several
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(hqq, "_quantize_groups", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                open_river("llama", mode="quantized", cache_dir=tmp_path)
+        with ThreadPoolExecutor(1) as pool:  # torch keeps the number for each thread, and one for those to come
+            assert [torch.get_num_threads(), pool.submit(torch.get_num_threads).result()] == [2, 2]
+    finally:
+        torch.set_num_threads(threads)
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("river-quantize")]
+    left = {path.name for path in tmp_path.glob("river/*/*")}
+    assert "layer-000.safetensors" in left
+    assert all(name == "manifest.json" or name.startswith("layer-") for name in left)
+    model = open_river("llama", mode="quantized", cache_dir=tmp_path)
+    assert torch.equal(model(tokens(5)).logits, open_river("llama", mode="quantized")(tokens(5)).logits)

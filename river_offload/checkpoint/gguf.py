@@ -30,6 +30,7 @@ from transformers.modeling_gguf_pytorch_utils import (
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from river_offload.checkpoint.headers import DTYPE_NAMES
+from river_offload.checkpoint.reading import FAULTS
 from river_offload.checkpoint.safetensors_files import Checkpoint
 from river_offload.checkpoint.writing import write_tensors
 from river_offload.errors import CacheError, CheckpointError, UnsupportedError, UsageError
@@ -143,7 +144,7 @@ def _plan(path: Path) -> _Recipe:
         architecture = reader.fields["general.architecture"].contents()
         processor = TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config=config.to_dict())
         names = get_gguf_hf_weights_map(model, processor)
-    except (ValueError, KeyError, IndexError, TypeError, NotImplementedError, OSError) as error:
+    except FAULTS as error:
         raise UnsupportedError(f"{path}: transformers cannot read this GGUF: {error}") from error
     config.architectures = [type(model).__name__]
     tensors = {names[tensor.name]: tensor for tensor in reader.tensors if tensor.name in names}

@@ -11,7 +11,7 @@ from huggingface_hub.errors import StrictDataclassError
 
 from river_offload.errors import CheckpointError
 
-_FAULTS = (
+FAULTS = (
     *(OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, ImportError, RuntimeError),
     StrictDataclassError,
 )
@@ -23,7 +23,7 @@ def reading(path: Path) -> Iterator[None]:
     """Turn what goes wrong inside, where transformers reads `path`, into a CheckpointError that names it."""
     try:
         yield
-    except _FAULTS as error:
+    except FAULTS as error:
         raise CheckpointError(
             f"{path}: transformers cannot read it ({type(error).__name__}: {error}). Download it again, or correct it."
         ) from error

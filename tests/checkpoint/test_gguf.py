@@ -9,11 +9,13 @@ import shutil
 import warnings
 from collections import namedtuple
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
 import pytest
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from river_offload.checkpoint import gguf as ours
@@ -177,6 +179,20 @@ def test_tensor_of_another_shape(tmp_path: Path) -> None:
     ):
         ours.unpack(file, cache_dir=tmp_path / "cache")
     assert os.listdir(tmp_path / "cache" / "gguf") == []
+
+
+@pytest.mark.parametrize("fault", [AttributeError, RuntimeError, ZeroDivisionError, StrictDataclassError])
+def test_whatever_transformers_stumbles_on_names_the_file(
+    fault: type[Exception], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = write_gguf(tmp_path / "tiny.gguf")
+
+    def stumbling(*_: Any, **__: Any) -> Any:
+        raise fault("odd metadata")
+
+    monkeypatch.setattr(ours.AutoConfig, "from_pretrained", stumbling)
+    with pytest.raises(UnsupportedError, match=r"tiny\.gguf: transformers cannot read this GGUF: odd metadata"):
+        ours.unpack(file, cache_dir=tmp_path / "cache")
 
 
 def test_unknown_architecture(tmp_path: Path) -> None:
