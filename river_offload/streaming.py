@@ -108,6 +108,7 @@ def layers_to_hold(sizes: Mapping[int, int], budget_bytes: int) -> list[int]:
 
 def _prefetcher(config: RiverConfig, num_layers: int) -> Prefetcher:
     kind = next(kind for kind in KINDS if kind == config.prefetch)
+    learner = "next" if kind == "oracle" else kind  # an oracle is told, with each forced run
     return Prefetcher(
-        kind, lambda tau: forecast_of(kind, num_layers, tau=tau, min_exit=config.min_exit), tau=config.tau
+        kind, lambda tau: forecast_of(learner, num_layers, tau=tau, min_exit=config.min_exit), tau=config.tau
     )

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from torch import nn
 
 from river_offload.errors import RiverError
 from river_offload.store.link import Link
+from river_offload.store.pace import Pace
 from river_offload.store.prefetcher import Prefetcher
 from river_offload.store.slots import Slots
 from river_offload.store.transfers import Transfers
@@ -62,6 +63,21 @@ class Store:
         """Of those, what was overwritten before it was used, or called off half-way."""
         return 0 if self._transfers is None else self._transfers.wasted_bytes
 
+    @property
+    def copy_s(self) -> float:
+        """Seconds in which the link was copying, whether or not anybody waited for it."""
+        return 0.0 if self._link is None else self._link.moved()[1]
+
+    @property
+    def pace(self) -> Pace | None:
+        """How long things take here, as learned so far; None when nothing is streamed."""
+        return None if self._prefetcher is None else self._prefetcher.pace
+
+    @property
+    def abortable(self) -> bool:
+        """Can a fetch that has started still be called off?"""
+        return self._link is not None and self._link.abortable
+
     def present(self, depth: int) -> bool:
         """Can the layer at `depth` be had at once?"""
         return depth not in self._streamed or (self._transfers is not None and self._transfers.present(depth))
@@ -104,6 +120,11 @@ class Store:
             self._slots.poison(slot)
         self._transfers.release(slot, forget=self._slots.poison_on_release)
         del self._lent[depth]  # last: what an interrupt cuts short is done again by broken_off
+
+    def foretell(self, depths: Sequence[int] | None) -> None:
+        """The depths of the coming passages, where they are forced; None when they no longer are."""
+        if self._prefetcher is not None:
+            self._prefetcher.foretell(depths)
 
     def opened(self, new_tokens: int, margin: float | None, known_depth: int | None, tau: float) -> None:
         """A passage begins: its new tokens a row, the last token's margin, and its depth if its mode fixes that."""
