@@ -59,7 +59,7 @@ def replay(
         `measured_over_simulated`: the seconds of the run divided by those of its replay.
     """
     steps, setup = steps_of(records), of.setup(records[0].new_tokens)
-    figures = {}
+    figures: dict[str, dict[str, Any]] = {}
     for kind in KINDS:
         figures[kind] = _figures(simulate(steps, setup, kind), counted)
     mine: Kind = next(kind for kind in KINDS if kind == of.config.prefetch)
