@@ -18,7 +18,7 @@ LEVELS = [
     ["_version", "errors", "progress"],
     ["config", "trace"],
     ["checkpoint", "quant", "store", "kv", "memory"],
-    ["call", "structure"],
+    ["call", "phases", "structure"],
     ["passage"],
     ["layer", "parts"],
     ["assemble"],
