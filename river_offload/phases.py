@@ -49,6 +49,8 @@ class _Phases:
         self._names = {id(model): "logits", id(decoder): "mask"}
         self._names |= dict.fromkeys(self._layers, "activations")
         self._names |= {id(child): "activations" for child in decoder.children() if child not in lists}
+        self._linears = {id(module) for module in model.modules() if isinstance(module, RiverLinear)}
+        self._names |= dict.fromkeys(self._linears, "dequantization")
         self._stack: list[tuple[int, str]] = [(0, outside)]
         self._meter: StorageMeter | None = None
         self._cache: Cache | None = None
@@ -69,8 +71,7 @@ class _Phases:
         self._hooks.close()
 
     def _enters(self, module: nn.Module, _: object) -> None:
-        name = "dequantization" if isinstance(module, RiverLinear) else self._names.get(id(module))
-        if name is not None:
+        if (name := self._names.get(id(module))) is not None:
             self._stack.append((id(module), name))
 
     def _leaves(self, module: nn.Module, _: object, output: Any) -> None:
@@ -81,7 +82,7 @@ class _Phases:
             self._stack[-1] = (self._stack[-1][0], "activations")
         if self._meter is None:
             return
-        if isinstance(module, RiverLinear):  # what it hands on is no workspace of its own
+        if id(module) in self._linears:  # what it hands on is no workspace of its own
             self._meter.claim((t for t in tree_iter(output) if isinstance(t, torch.Tensor)), self.now())
         if module is self._decoder and self._cache is not None:
             self._meter.claim(cache_tensors(self._cache), "kv")

@@ -21,7 +21,7 @@ LEVELS = [
     ["call", "phases", "structure"],
     ["passage"],
     ["layer", "parts"],
-    ["assemble"],
+    ["assemble", "ledger"],
     ["planning"],
     ["handle", "streaming"],
     ["metering"],

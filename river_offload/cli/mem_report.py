@@ -79,3 +79,31 @@ def refusal_lines(refusal: Mapping[str, Any], plan: Mapping[str, Any]) -> list[s
         f"The largest part that an option moves is {refusal['largest_term']}, "
         f"{format_size(refusal['largest_term_bytes'])}. Any of these would fit: {'; '.join(remedies)}"
     ]
+
+
+def run_report(run: Mapping[str, Any], console: Console | None = None) -> None:
+    """Print the object of `measure_memory`: plan and measurement side by side."""
+    console = console or Console(highlight=False)
+    planned, measured = run["planned"], run["measured"]
+    table = Table(box=None, pad_edge=False)
+    for heading in ("", "planned", "measured", "difference"):
+        table.add_column(heading, justify="left" if not heading else "right")
+    for name in {**planned["categories"], **measured["categories"]}:
+        pair = planned["categories"].get(name, 0), measured["categories"].get(name, 0)
+        if any(pair):
+            table.add_row(name, *_compared(*pair))
+    table.add_row("peak on the device", *_compared(planned["peak_device_bytes"], measured["peak_device_bytes"]))
+    console.print(
+        f"{run['model']} · context {run['context']} · batch {run['batch']} · mode {run['mode']}", soft_wrap=True
+    )
+    console.print(table)
+    unattributed = run["unattributed"]
+    console.print(
+        f"unattributed: {unattributed['storages_bytes']} bytes of storages that no name claims", soft_wrap=True
+    )
+
+
+def _compared(planned_bytes: int, measured_bytes: int) -> tuple[str, str, str]:
+    difference = planned_bytes - measured_bytes
+    share = f" ({difference / measured_bytes:+.1%})" if measured_bytes else ""
+    return format_size(planned_bytes), format_size(measured_bytes), f"{difference:+d} B{share}"

@@ -309,6 +309,21 @@ class MeasureOptions:
     batch: Annotated[int | None, _option("--batch", "B", "Run", "Rows to run.", RiverConfig.batch)] = None
     seed: Annotated[int | None, _option("--seed", "S", "Run", "Of the random tokens.", 0)] = None
 
+    def check(self, context: int | None) -> None:
+        """Raises UsageError for a value out of range."""
+        planned = RiverConfig.context if context is None else context
+        if self.new_tokens is not None and not 1 <= self.new_tokens < planned:
+            raise UsageError(
+                f"--new-tokens is {self.new_tokens}: expected 1 to {planned - 1}, so that a prompt fits beside them "
+                f"in a context of {planned}"
+            )
+        if self.seed is not None and not 0 <= self.seed < 2**63:
+            raise UsageError(f"--seed is {self.seed}: expected a whole number from 0 to 2^63 - 1")
+
+    def load_arguments(self) -> dict[str, Any]:
+        """Those that `load` takes, too."""
+        return {} if self.batch is None else {"batch": self.batch}
+
 
 @dataclass(frozen=True)
 class ShowOptions:

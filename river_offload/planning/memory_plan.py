@@ -5,6 +5,7 @@ It asks what `load` asks, of the same code; only where the facts of the model co
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,6 +17,7 @@ from river_offload.config import RiverConfig, check_mode
 from river_offload.errors import UsageError
 from river_offload.memory.probes import MARGIN_SHARE, free_device_bytes
 from river_offload.planning.constants import device_constants
+from river_offload.planning.dry_run import Needs
 from river_offload.planning.model_facts import ModelFacts, find_model
 from river_offload.planning.remedies import Remedies, find_remedies
 from river_offload.planning.sizes import Weighed, weigh
@@ -153,12 +155,12 @@ def plan_for(
 ) -> MemoryPlan:
     """`plan_memory` of a model that was looked up; `facts.config` has the options."""
     config = facts.config
-    weighed, modes = weigh_facts(facts, device_type)
+    weighed, modes = weigh_facts(device_type, facts)
     constants = device_constants(device_type, profile)
     budget_bytes, budget_source = _budget(config, device_type, profile, constants)
     placement, remedies = weighed.place(config, modes, budget_bytes), None
     if isinstance(placement, Refusal):
-        remedies = find_remedies(facts, weighed, placement, lambda other: weigh_facts(other, device_type))
+        remedies = find_remedies(facts, weighed, placement, functools.partial(weigh_facts, device_type))
         smallest = weighed.place(config, modes, placement.needed_bytes)
         assert isinstance(smallest, Placement), "a refusal quotes a budget that is refused"
         placement = replace(smallest, budget_bytes=budget_bytes)
@@ -180,11 +182,14 @@ def plan_for(
     )
 
 
-def weigh_facts(facts: ModelFacts, device_type: str) -> tuple[Weighed, tuple[Mode, ...]]:
-    """Run the model dry with the options of `facts.config`; also its modes, the one it starts in first."""
+def weigh_facts(device_type: str, facts: ModelFacts, needs: Needs | None = None) -> tuple[Weighed, tuple[Mode, ...]]:
+    """Run the model dry with the options of `facts.config`, unless its `needs` are known.
+
+    Returns also its modes, the one it starts in first.
+    """
     config, structure = facts.config, facts.structure
     modes = tuple(check_mode(text, structure.num_layers) for text in (config.mode, *config.also_modes))
-    return weigh(structure, _precision(facts, device_type), config, modes, facts.stored), modes
+    return weigh(structure, _precision(facts, device_type), config, modes, facts.stored, needs), modes
 
 
 def _precision(facts: ModelFacts, device_type: str) -> Precision:

@@ -18,7 +18,7 @@ from river_offload.checkpoint.source import resolve
 from river_offload.config import RiverConfig, check_mode, default_cache_dir, format_size
 from river_offload.errors import BudgetError, CheckpointError, UsageError
 from river_offload.memory.probes import free_device_bytes
-from river_offload.planning.sizes import Stored, weigh
+from river_offload.planning.sizes import Stored, Weighed, weigh
 from river_offload.progress import Progress
 from river_offload.quant.hqq import fitting
 from river_offload.quant.kernels import ordered
@@ -35,14 +35,18 @@ class Plan:
     checkpoint: Checkpoint
     keys: Mapping[str, str]
     placement: Placement
-    categories: Mapping[str, int]
-    """Planned device bytes by category: the placement's terms taken apart."""
+    weighed: Weighed
     budget_source: str
     device: torch.device
     precision: Precision
     cache_dir: Path
     tokenizer: Any
     generation_config: GenerationConfig | None
+
+    @property
+    def categories(self) -> dict[str, int]:
+        """Planned device bytes by category: the placement's terms taken apart."""
+        return self.weighed.categories(self.placement)
 
 
 def make_plan(config: RiverConfig, progress: Progress) -> Plan:
@@ -87,7 +91,7 @@ def make_plan(config: RiverConfig, progress: Progress) -> Plan:
         checkpoint,
         keys,
         placement,
-        weighed.categories(placement),
+        weighed,
         budget_source,
         device,
         precision,

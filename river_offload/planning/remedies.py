@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 from policies.types import Mode, Refusal
 from river_offload.config import RiverConfig
+from river_offload.planning.dry_run import Needs
 from river_offload.planning.model_facts import ModelFacts
 from river_offload.planning.sizes import Weighed
 
-Weigh = Callable[[ModelFacts], tuple[Weighed, tuple[Mode, ...]]]
+Weigh = Callable[[ModelFacts, Needs | None], tuple[Weighed, tuple[Mode, ...]]]
+"""Weighs a model; with needs that are known already it is not run dry."""
 
 _CONTEXT_STEPS = 64
 """The largest context is found to within this share of the one that was asked for."""
@@ -47,7 +48,10 @@ def find_remedies(facts: ModelFacts, weighed: Weighed, refusal: Refusal, weigh: 
     """
 
     def fits(config: RiverConfig) -> bool:
-        return _needed_bytes(replace(facts, config=config), weigh) <= refusal.budget_bytes
+        other = replace(facts, config=config)
+        # The working memory hardly depends on bits: a first look without a dry run settles most cases.
+        looks = (_needed_bytes(other, weigh, needs) <= refusal.budget_bytes for needs in (weighed.needs, None))
+        return all(looks)
 
     movable = {name: refusal.terms[name] for name in _movable(facts, weighed, refusal)}
     largest = max(movable, key=movable.__getitem__, default="")
@@ -73,9 +77,9 @@ def _movable(facts: ModelFacts, weighed: Weighed, refusal: Refusal) -> Iterator[
         yield "slots"
 
 
-def _needed_bytes(facts: ModelFacts, weigh: Weigh) -> int:
+def _needed_bytes(facts: ModelFacts, weigh: Weigh, needs: Needs | None = None) -> int:
     """The smallest budget that would do."""
-    weighed, modes = weigh(facts)
+    weighed, modes = weigh(facts, needs)
     refused = weighed.place(facts.config, modes, 0)
     assert isinstance(refused, Refusal), "a model fits into nothing"
     return refused.needed_bytes
@@ -86,23 +90,18 @@ def _largest_context(facts: ModelFacts, refusal: Refusal, weigh: Weigh) -> int |
     that a line through both ends of the range hits the place in a few steps."""
     step = max(facts.config.context // _CONTEXT_STEPS, 1)
 
-    @functools.cache
-    def needed_bytes(steps: int) -> int:
-        return _needed_bytes(replace(facts, config=replace(facts.config, context=steps * step)), weigh)
-
     budget_bytes = refusal.budget_bytes
-    low, high = 1, -(-facts.config.context // step)
-    if high == 1 or needed_bytes(low) > budget_bytes:
-        return None
-    high_bytes = refusal.needed_bytes
-    while high - low > 1:
-        share = (budget_bytes - needed_bytes(low)) / (high_bytes - needed_bytes(low))
+    low, low_bytes = 0, refusal.needed_bytes - refusal.terms["kv"] - refusal.terms["transient"]
+    high, high_bytes = -(-facts.config.context // step), refusal.needed_bytes
+    while high - low > 1 and low_bytes < budget_bytes:
+        share = (budget_bytes - low_bytes) / (high_bytes - low_bytes)
         middle = min(max(low + int(share * (high - low)), low + 1), high - 1)
-        if needed_bytes(middle) <= budget_bytes:
-            low = middle
+        shorter = replace(facts, config=replace(facts.config, context=middle * step))
+        if (needed_bytes := _needed_bytes(shorter, weigh)) <= budget_bytes:
+            low, low_bytes = middle, needed_bytes
         else:
-            high, high_bytes = middle, needed_bytes(middle)
-    return low * step
+            high, high_bytes = middle, needed_bytes
+    return low * step if low else None
 
 
 def _fewer_bits(config: RiverConfig, refusal: Refusal) -> Iterator[tuple[int, RiverConfig]]:

@@ -67,10 +67,15 @@ class Weighed:
 
 
 def weigh(
-    structure: Structure, precision: Precision, config: RiverConfig, modes: tuple[Mode, ...], stored: Stored
+    structure: Structure,
+    precision: Precision,
+    config: RiverConfig,
+    modes: tuple[Mode, ...],
+    stored: Stored,
+    needs: Needs | None = None,
 ) -> Weighed:
-    """Run the model dry and weigh its parts. Needs no weights."""
-    needs = dry_run(
+    """Run the model dry, unless its `needs` are known, and weigh its parts. Takes no weights."""
+    needs = needs or dry_run(
         structure.model.config,
         precision,
         context=config.context,
