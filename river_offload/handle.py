@@ -32,6 +32,8 @@ class Account:
     records: list[PassageRecord] = field(default_factory=list)
     seconds: float = 0.0
     peak_device_bytes: int = 0
+    peak_categories: dict[str, int] = field(default_factory=dict)
+    """Those bytes by the names of a plan."""
 
 
 class River:
@@ -57,6 +59,7 @@ class River:
         kernels: dict[str, Any],
         notes: list[str],
         measure_device_bytes: Callable[[], int],
+        measure_categories: Callable[[], dict[str, int]],
         host_bytes: Callable[[], dict[str, int]],
         on_close: Callable[[], None],
     ) -> None:
@@ -71,6 +74,7 @@ class River:
         self._budget_source = budget_source
         self._kernels = kernels
         self._measure_device_bytes = measure_device_bytes
+        self._measure_categories = measure_categories
         self._host_bytes = host_bytes
         self._on_close = on_close
 
@@ -175,6 +179,13 @@ class River:
     def device_bytes(self) -> int:
         """Bytes that weights, river, buffers and slots hold on the device now, counted from their storages."""
         return self._measure_device_bytes()
+
+    def held_by_category(self) -> dict[str, int]:
+        """The ledger: the same bytes by the names of a plan (`memory.categories`), those of the weights and slots.
+
+        What caches and working memory add while the model runs is in `account.peak_categories`.
+        """
+        return self._measure_categories()
 
     def report(self) -> dict[str, Any]:
         """The account of the last generate. Byte counts are bytes, times are seconds.

@@ -13,6 +13,7 @@ from policies.exit import ExitRule
 from river_offload.assemble import assemble
 from river_offload.config import QuantConfig, RiverConfig
 from river_offload.handle import River, device_tensors
+from river_offload.ledger import held_by_category
 from river_offload.memory.probes import return_freed_memory
 from river_offload.memory.storages import storage_bytes
 from river_offload.parts import CheckpointParts
@@ -179,6 +180,9 @@ def _handled(plan: Plan, flow: Flow, streaming: Streaming, kernels: dict[str, An
         tensors = (*device_tensors(model), *streaming.slots.buffers)
         return storage_bytes(tensors, plan.device) + streaming.held_bytes()
 
+    def held() -> dict[str, int]:
+        return held_by_category(plan.structure, streaming.slots.buffers, streaming.held_bytes(), plan.device)
+
     def host_bytes() -> dict[str, int]:
         memory = streaming.memory
         return {
@@ -196,6 +200,7 @@ def _handled(plan: Plan, flow: Flow, streaming: Streaming, kernels: dict[str, An
         kernels=kernels,
         notes=plan.checkpoint.notes,
         measure_device_bytes=device_bytes,
+        measure_categories=held,
         host_bytes=host_bytes,
         on_close=plan.checkpoint.close,
     )

@@ -11,34 +11,40 @@ from transformers.cache_utils import Cache
 from river_offload.call import Call
 from river_offload.handle import River
 from river_offload.kv.cache import cache_tensors
-from river_offload.memory.storages import StorageMeter, storage_bytes
+from river_offload.memory.storages import storage_bytes
+from river_offload.phases import metered
 
 
 def meter_forward(model: PreTrainedModel, river: River) -> None:
-    """Count the allocations of the model's passages into `river.account.peak_device_bytes`.
+    """Count the allocations of the model's passages into `river.account`: their peak, and what it consisted of.
 
     Counting costs microseconds for every operator. Passages of several tokens are rare and rise high: each is counted.
     Single tokens are counted once for each mode, number of rows and doubling of the cache; in between they rise alike.
     """
     plain = model.forward
-    weights_bytes = river.device_bytes()
-    single_token_bytes: dict[tuple[str, int, int], int] = {}
+    weights_bytes, weights = river.device_bytes(), river.held_by_category()
+    single_token: dict[tuple[str, int, int], dict[str, int]] = {}
 
     @functools.wraps(plain)
     def forward(*args: Any, **kwargs: Any) -> Any:
         call = Call.of(args, kwargs)
         key = (river.mode, call.rows, call.cached_tokens.bit_length())
-        held_bytes = weights_bytes + _held_by(call.cache)
-        if call.new_tokens == 1 and key in single_token_bytes:
-            rise_bytes = single_token_bytes[key]
+        kv_bytes = _held_by(call.cache)
+        if call.new_tokens == 1 and key in single_token:
+            rise = single_token[key]
             output = plain(*args, **kwargs)
         else:
-            with StorageMeter() as meter:
+            with metered(model, call.cache, outside="logits") as meter:
                 output = plain(*args, **kwargs)
-            rise_bytes = meter.peak_bytes
-            if call.new_tokens == 1 and call.cached_tokens:  # an empty cache is allocated on the way
-                single_token_bytes[key] = rise_bytes
-        river.account.peak_device_bytes = max(river.account.peak_device_bytes, held_bytes + rise_bytes)
+            rise = meter.peak_by_tag()
+            rise.pop("kv", None)  # a cache that grew, or windows that replaced others: held afterwards
+            kv_bytes = max(kv_bytes, _held_by(call.cache))
+            if call.new_tokens == 1 and call.cached_tokens:
+                single_token[key] = rise
+        peak_bytes = weights_bytes + kv_bytes + sum(rise.values())
+        if peak_bytes > river.account.peak_device_bytes:
+            river.account.peak_device_bytes = peak_bytes
+            river.account.peak_categories = weights | {"kv": kv_bytes} | rise
         return output
 
     model.forward = forward

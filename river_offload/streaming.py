@@ -19,7 +19,7 @@ from river_offload.store.link_cpu import CpuLink
 from river_offload.store.link_cuda import CudaLink
 from river_offload.store.pinned import HostMemory
 from river_offload.store.prefetcher import Prefetcher
-from river_offload.store.ring import RING_BYTES, HostSource
+from river_offload.store.ring import RING_BYTES, HostSource, layers_to_hold
 from river_offload.store.slots import Slots
 from river_offload.store.tiers import DiskTier, HostTier
 
@@ -90,20 +90,6 @@ def open_cuda_link(
         memory.close()
         raise
     return CudaLink(source, slots, sizes, device, cuda=cuda), memory
-
-
-def layers_to_hold(sizes: Mapping[int, int], budget_bytes: int) -> list[int]:
-    """The layers that host memory holds within a budget, shallow ones first: all, or as many as fit beside the ring
-    that the others come through. The ring is there even if the budget is smaller."""
-    if sum(sizes.values()) <= budget_bytes:
-        return sorted(sizes)
-    left_bytes, held = budget_bytes - RING_BYTES, []
-    for layer in sorted(sizes):
-        left_bytes -= sizes[layer]
-        if left_bytes < 0:
-            break
-        held.append(layer)
-    return held
 
 
 def make_prefetcher(config: RiverConfig, num_layers: int) -> Prefetcher:

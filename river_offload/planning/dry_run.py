@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -20,7 +20,9 @@ from policies.exit import ExitRule
 from policies.types import Mode, Placement
 from river_offload.assemble import assemble
 from river_offload.kv.cache import SharedCache, cache_argument
-from river_offload.memory.storages import StorageMeter, storage_bytes
+from river_offload.memory.categories import TRANSIENT
+from river_offload.memory.storages import storage_bytes
+from river_offload.phases import metered
 from river_offload.quant.precision import Precision
 from river_offload.store.slots import Slots
 from river_offload.structure import Structure
@@ -38,6 +40,10 @@ class Needs:
     """The whole KV cache, full."""
     transient_bytes: int
     """The most that any passage allocates beside it: activations, masks, logits, dequantization, sampling."""
+    transient: Mapping[str, int] = field(default_factory=dict)
+    """Those bytes by what allocated them (`memory.categories.TRANSIENT`), at the moment when they were the most."""
+    second_turn: bool = False
+    """That moment came when a conversation went on, not in a prompt that fills the context nor after it."""
 
 
 def dry_run(
@@ -62,7 +68,7 @@ def dry_run(
     firsts = {kind: kinds.index(kind, 1) if kind in kinds[1:] else 0 for kind in kinds}
     count = max(firsts.values()) + 1
     short = _first_layers(config, count)
-    transient_bytes, layer_kv_bytes = 0, [0] * count
+    worst, layer_kv_bytes = Needs(0, -1), [0] * count
     for rule in _paths(modes, count):
         fake = FakeTensorMode(allow_non_fake_inputs=True)
         with fake, torch.no_grad():
@@ -74,11 +80,15 @@ def dry_run(
             for cached_tokens, new_tokens in _steps(context):
                 if not cached_tokens:
                     cache.reset()
-                with StorageMeter() as meter:
+                with metered(structure.model, cache) as meter:
                     _step(structure.model, cache, batch, new_tokens, short.vocab_size)
-                transient_bytes = max(transient_bytes, meter.peak_bytes)
+                split = meter.peak_by_tag()
+                split.pop("kv", None)  # windows that this step replaced: counted with the cache
+                if (rise_bytes := sum(split.values())) > worst.transient_bytes:
+                    second_turn = cached_tokens > 0 and new_tokens > 1
+                    worst = Needs(0, rise_bytes, {name: split.get(name, 0) for name in TRANSIENT}, second_turn)
             layer_kv_bytes = [storage_bytes((layer.keys, layer.values)) for layer in cache.layers]
-    return Needs(sum(layer_kv_bytes[kinds.index(kind)] for kind in kinds), transient_bytes)
+    return replace(worst, kv_bytes=sum(layer_kv_bytes[kinds.index(kind)] for kind in kinds))
 
 
 def _steps(context: int) -> list[tuple[int, int]]:

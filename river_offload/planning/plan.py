@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,17 +11,14 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PretrainedConfig
 
-from policies.placement import place
-from policies.types import Mode, Placement, Refusal
-from river_offload.checkpoint.headers import TensorEntry
+from policies.types import Placement, Refusal
 from river_offload.checkpoint.reading import reading, require_json
 from river_offload.checkpoint.safetensors_files import Checkpoint
 from river_offload.checkpoint.source import resolve
 from river_offload.config import RiverConfig, check_mode, default_cache_dir, format_size
 from river_offload.errors import BudgetError, CheckpointError, UsageError
 from river_offload.memory.probes import free_device_bytes
-from river_offload.planning.dry_run import dry_run
-from river_offload.planning.sizes import model_sizes
+from river_offload.planning.sizes import Stored, Weighed, weigh
 from river_offload.progress import Progress
 from river_offload.quant.hqq import fitting
 from river_offload.quant.kernels import ordered
@@ -38,12 +35,18 @@ class Plan:
     checkpoint: Checkpoint
     keys: Mapping[str, str]
     placement: Placement
+    weighed: Weighed
     budget_source: str
     device: torch.device
     precision: Precision
     cache_dir: Path
     tokenizer: Any
     generation_config: GenerationConfig | None
+
+    @property
+    def categories(self) -> dict[str, int]:
+        """Planned device bytes by category: the placement's terms taken apart."""
+        return self.weighed.categories(self.placement)
 
 
 def make_plan(config: RiverConfig, progress: Progress) -> Plan:
@@ -54,13 +57,13 @@ def make_plan(config: RiverConfig, progress: Progress) -> Plan:
     checkpoint = Checkpoint.open(source.directory)
     try:
         require_json(source.directory)
-        model_config = _model_config(source.directory, config)
-        config = _fit_context(config, model_config, checkpoint.notes)
+        model_config = read_config(source.directory, config)
+        config = fit_context(config, model_config, checkpoint.notes)
         dtype = getattr(torch, checkpoint.dtype if config.dtype == "auto" else config.dtype)
         with reading(source.directory / "config.json"):
             structure = Structure.of(model_config, dtype, trust_remote_code=config.trust_remote_code)
         modes = tuple(check_mode(text, structure.num_layers) for text in (config.mode, *config.also_modes))
-        _check_options(config, structure)
+        check_options(config, structure)
         keys = checkpoint.check_keys(structure.expected(), structure.tied)
         tokenizer = _tokenizer(source.directory, config)
         generation_config = _generation_config(source.directory)
@@ -72,11 +75,13 @@ def make_plan(config: RiverConfig, progress: Progress) -> Plan:
             device_type=device.type,
             kernels=ordered(cache_dir),
         )
-        stored = [checkpoint.entries[key] for key in _layer_keys(structure, keys)]
+        weighed = weigh(structure, precision, config, modes, stored_layers(checkpoint, structure, keys, dtype))
         budget_bytes, budget_source = config.budget, "given"
         if budget_bytes is None:
             budget_bytes, budget_source = free_device_bytes(device)
-        placement = _place(config, structure, precision, modes, stored, budget_bytes)
+        placement = weighed.place(config, modes, budget_bytes)
+        if isinstance(placement, Refusal):
+            raise _does_not_fit(placement, config)
     except BaseException:
         checkpoint.close()
         raise
@@ -86,6 +91,7 @@ def make_plan(config: RiverConfig, progress: Progress) -> Plan:
         checkpoint,
         keys,
         placement,
+        weighed,
         budget_source,
         device,
         precision,
@@ -93,44 +99,6 @@ def make_plan(config: RiverConfig, progress: Progress) -> Plan:
         tokenizer,
         generation_config,
     )
-
-
-def _place(
-    config: RiverConfig,
-    structure: Structure,
-    precision: Precision,
-    modes: tuple[Mode, ...],
-    stored: Sequence[TensorEntry],
-    budget_bytes: int,
-) -> Placement:
-    """Run the model dry, weigh its parts and place them. `stored`: the layers' matrices on disk. Raises BudgetError."""
-    needs = dry_run(
-        structure.model.config,
-        precision,
-        context=config.context,
-        batch=config.batch,
-        modes=modes,
-        trust_remote_code=config.trust_remote_code,
-    )
-    other = {entry.dtype for entry in stored} - {str(precision.dtype).removeprefix("torch.")}
-    sizes = model_sizes(
-        structure,
-        needs,
-        precision,
-        stored_dtype_bytes=max((getattr(torch, name).itemsize for name in other), default=None),
-        largest_stored_bytes=max((entry.nbytes for entry in stored), default=0),
-    )
-    placement = place(
-        sizes,
-        mode=modes[0],
-        also_modes=modes[1:],
-        min_exit=config.min_exit,
-        budget_bytes=budget_bytes,
-        slots=config.slots,
-    )
-    if isinstance(placement, Refusal):
-        raise _does_not_fit(placement, config)
-    return placement
 
 
 def _device(config: RiverConfig) -> torch.device:
@@ -149,7 +117,7 @@ def _device(config: RiverConfig) -> torch.device:
     return device
 
 
-def _model_config(directory: Path, config: RiverConfig) -> PretrainedConfig:
+def read_config(directory: Path, config: RiverConfig) -> PretrainedConfig:
     path = directory / "config.json"
     with reading(path):
         found = text_config(AutoConfig.from_pretrained(directory, trust_remote_code=config.trust_remote_code))
@@ -179,7 +147,7 @@ def _generation_config(directory: Path) -> GenerationConfig | None:
     return found
 
 
-def _fit_context(config: RiverConfig, model_config: PretrainedConfig, notes: list[str]) -> RiverConfig:
+def fit_context(config: RiverConfig, model_config: PretrainedConfig, notes: list[str]) -> RiverConfig:
     """No memory for tokens that the model cannot attend to."""
     limit = getattr(model_config, "max_position_embeddings", None)
     if not limit or config.context <= limit:
@@ -188,7 +156,7 @@ def _fit_context(config: RiverConfig, model_config: PretrainedConfig, notes: lis
     return replace(config, context=limit)
 
 
-def _check_options(config: RiverConfig, structure: Structure) -> None:
+def check_options(config: RiverConfig, structure: Structure) -> None:
     """Options that could not take effect on this model."""
     if config.min_exit > structure.num_layers:
         raise UsageError(f"min_exit is {config.min_exit}, the model has {structure.num_layers} layers")
@@ -202,11 +170,19 @@ def _check_options(config: RiverConfig, structure: Structure) -> None:
             )
 
 
-def _layer_keys(structure: Structure, keys: Mapping[str, str]) -> Iterator[str]:
-    """The matrices of all layers, by their names in the checkpoint."""
-    for layer in range(structure.num_layers):
-        for name in structure.weight_shapes(layer):
-            yield keys[structure.full_name(layer, name)]
+def stored_layers(checkpoint: Checkpoint, structure: Structure, keys: Mapping[str, str], dtype: torch.dtype) -> Stored:
+    """The layers' matrices as the checkpoint has them. `keys`: the model's names -> the checkpoint's."""
+    names = (
+        structure.full_name(layer, name)
+        for layer in range(structure.num_layers)
+        for name in structure.weight_shapes(layer)
+    )
+    entries = [checkpoint.entries[keys[name]] for name in names]
+    others = {entry.dtype for entry in entries} - {str(dtype).removeprefix("torch.")}
+    return Stored(
+        max((entry.nbytes for entry in entries), default=0),
+        max((getattr(torch, name).itemsize for name in others), default=None),
+    )
 
 
 def _does_not_fit(refusal: Refusal, config: RiverConfig) -> BudgetError:

@@ -1,11 +1,17 @@
-"""What every part of a model weighs, as `policies.placement` wants to know it."""
+"""What every part of a model weighs, as `policies.placement` wants to know it, and by category for reports."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
 import torch
 
-from policies.types import EmbedTier, ModelSizes
-from river_offload.planning.dry_run import Needs
+from policies.placement import place
+from policies.types import EmbedTier, Mode, ModelSizes, Placement, Refusal
+from river_offload.config import RiverConfig
+from river_offload.memory.categories import CATEGORIES
+from river_offload.planning.dry_run import Needs, dry_run
 from river_offload.quant.hqq import HQQ_BYTES_PER_COLUMN
 from river_offload.quant.precision import Precision
 from river_offload.store.layout import Layout
@@ -13,20 +19,81 @@ from river_offload.store.reader import reader_bytes
 from river_offload.structure import Structure
 
 
+@dataclass(frozen=True)
+class Stored:
+    """The matrices of a model's layers as they are on disk."""
+
+    largest_bytes: int
+    """What a streamed one is read through."""
+    other_dtype_bytes: int | None = None
+    """Bytes per element where that is not the dtype they compute in."""
+
+    @classmethod
+    def in_dtype(cls, structure: Structure, stored: torch.dtype, computed: torch.dtype) -> Stored:
+        """A checkpoint whose tensors all have one dtype."""
+        shapes = (shape for i in range(structure.num_layers) for shape in structure.weight_shapes(i).values())
+        largest_bytes = max((_nbytes(shape, stored) for shape in shapes), default=0)
+        return cls(largest_bytes, None if stored == computed else stored.itemsize)
+
+
+@dataclass(frozen=True)
+class Weighed:
+    """A model's parts and needs: all that a placement is decided by, and what its terms consist of."""
+
+    sizes: ModelSizes
+    needs: Needs
+    river_parts: tuple[Mapping[str, int], ...]
+    """One entry per layer: bytes of its quantized linears by category."""
+
+    def place(self, config: RiverConfig, modes: tuple[Mode, ...], budget_bytes: int) -> Placement | Refusal:
+        """Decide for the options of `config`; `modes` are its mode and its also_modes."""
+        return place(
+            self.sizes,
+            mode=modes[0],
+            also_modes=modes[1:],
+            min_exit=config.min_exit,
+            budget_bytes=budget_bytes,
+            slots=config.slots,
+        )
+
+    def categories(self, placement: Placement) -> dict[str, int]:
+        """The terms of a placement, those that stand for several things taken apart. The sum stays the same."""
+        terms = dict(placement.terms)
+        river_bytes, transient_bytes = terms.pop("river"), terms.pop("transient")
+        parts = _summed(self.river_parts[layer] for layer in placement.river_layers)
+        assert sum(parts.values()) == river_bytes and sum(self.needs.transient.values()) == transient_bytes
+        found = {**terms, **parts, **self.needs.transient}
+        return {name: found.get(name, 0) for name in (*CATEGORIES, *(found.keys() - set(CATEGORIES)))}
+
+
+def weigh(
+    structure: Structure,
+    precision: Precision,
+    config: RiverConfig,
+    modes: tuple[Mode, ...],
+    stored: Stored,
+    needs: Needs | None = None,
+) -> Weighed:
+    """Run the model dry, unless its `needs` are known, and weigh its parts. Takes no weights."""
+    needs = needs or dry_run(
+        structure.model.config,
+        precision,
+        context=config.context,
+        batch=config.batch,
+        modes=modes,
+        trust_remote_code=config.trust_remote_code,
+    )
+    parts = tuple(precision.river_parts(layer) for layer in structure.layers)
+    return Weighed(model_sizes(structure, needs, precision, stored), needs, parts)
+
+
 def model_sizes(
     structure: Structure,
     needs: Needs,
     precision: Precision,
-    *,
-    stored_dtype_bytes: int | None,
-    largest_stored_bytes: int,
+    stored: Stored,
 ) -> ModelSizes:
-    """Sizes of all parts, from the shapes of `structure` and what the dry run measured.
-
-    Args:
-        stored_dtype_bytes: bytes per element of the checkpoint's tensors where that is not the dtype they compute in.
-        largest_stored_bytes: of the matrices of a layer as they are on disk: what a streamed one is read through.
-    """
+    """Sizes of all parts, from the shapes of `structure` and what the dry run measured."""
     layers, dtype, device_type = range(structure.num_layers), precision.dtype, precision.device_type
     outside = {name: _nbytes(shape, dtype) for name, shape in structure.outside().items() if name not in structure.tied}
     embed_bytes = outside.pop(structure.embedding_name)
@@ -44,8 +111,8 @@ def model_sizes(
         kv_bytes=needs.kv_bytes,
         transient_bytes=needs.transient_bytes,
         embed_away_tier=_away_tier(structure, device_type),
-        load_bytes=max(_load_bytes(structure, precision, i, stored_dtype_bytes) for i in layers),
-        staging_bytes=reader_bytes(largest_stored_bytes) if device_type == "cpu" else 0,
+        load_bytes=max(_load_bytes(structure, precision, i, stored.other_dtype_bytes) for i in layers),
+        staging_bytes=reader_bytes(stored.largest_bytes) if device_type == "cpu" else 0,
     )
 
 
@@ -76,3 +143,11 @@ def _buffer_bytes(structure: Structure) -> int:
 
 def _nbytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
     return torch.Size(shape).numel() * dtype.itemsize
+
+
+def _summed(parts: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    total: dict[str, int] = {}
+    for part in parts:
+        for name, nbytes in part.items():
+            total[name] = total.get(name, 0) + nbytes
+    return total

@@ -12,7 +12,7 @@ from river_offload.quant.hqq import fitting
 from river_offload.quant.kernels import Choice, Kernel, MatrixSpec, choose
 from river_offload.quant.linear import RiverLinear
 from river_offload.quant.packing import QuantizedMatrix
-from river_offload.quant.river import choices, install, install_empty, river_bytes
+from river_offload.quant.river import choices, install, install_empty, river_parts
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,11 @@ class Precision:
 
     def river_bytes(self, layer: nn.Module) -> int:
         """Bytes of the quantized linears of a layer (its weights may be on meta)."""
-        return river_bytes(
+        return sum(self.river_parts(layer).values())
+
+    def river_parts(self, layer: nn.Module) -> dict[str, int]:
+        """The same by category: packed values, scales, zeros, what stays in full precision."""
+        return river_parts(
             layer, self.bits, self.group, dtype=self.dtype, device_type=self.device_type, kernels=self.kernels
         )
 

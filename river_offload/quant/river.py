@@ -7,6 +7,7 @@ else a layer holds are not in it: they are the backbone layer's own.
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 
@@ -19,6 +20,9 @@ from river_offload.quant.linear import RiverLinear
 from river_offload.quant.packing import QuantizedMatrix
 
 State = dict[str, Tensor]
+
+RIVER_PARTS = ("river_packed", "river_scales", "river_zeros", "river_full_precision")
+"""What river layers are made of: quantized values, scales, offsets, and what had to stay in full precision."""
 
 
 def linear_names(layer: nn.Module) -> list[str]:
@@ -124,7 +128,7 @@ def choices(
     }
 
 
-def river_bytes(
+def river_parts(
     layer: nn.Module,
     bits: int,
     group: int,
@@ -132,18 +136,34 @@ def river_bytes(
     dtype: torch.dtype,
     device_type: str,
     kernels: Sequence[Kernel] | None = None,
-) -> int:
-    """Exact bytes of the linears of a river layer once installed, from the shapes of the backbone `layer` (on meta)."""
+) -> dict[str, int]:
+    """Exact bytes of the linears of a river layer once installed, from the shapes of the backbone `layer` (on meta).
+
+    By category (`memory.categories.RIVER_PARTS`).
+    """
     chosen = choices(layer, bits, group, dtype=dtype, device_type=device_type, kernels=kernels)
-    total = 0
+    total = dict.fromkeys(RIVER_PARTS, 0)
     for name, linear in _linears(layer):
-        fit = fitting(_shape(linear), group).group
-        if fit is None:
-            total += linear.weight.numel() * dtype.itemsize
+        if name in chosen:
+            fit = fitting(_shape(linear), group).group
+            assert fit is not None
+            layout = chosen[name].kernel.layout(_spec(linear, bits, fit, dtype, device_type))
+            for part, (shape, part_dtype) in layout.items():
+                add_part(total, part, math.prod(shape) * part_dtype.itemsize)
         else:
-            total += chosen[name].kernel.nbytes(_spec(linear, bits, fit, dtype, device_type))
-        total += 0 if linear.bias is None else linear.out_features * dtype.itemsize
+            total["river_full_precision"] += linear.weight.numel() * dtype.itemsize
+        total["river_full_precision"] += 0 if linear.bias is None else linear.out_features * dtype.itemsize
     return total
+
+
+def add_part(total: dict[str, int], part: str, nbytes: int) -> None:
+    """Add a part of a quantized linear, by its name in a kernel's layout, to the category it belongs to."""
+    if part == "scale_offset":  # pairs of the two
+        total["river_scales"] += nbytes // 2
+        total["river_zeros"] += nbytes - nbytes // 2
+    else:
+        names = {"packed": "river_packed", "scale": "river_scales", "offset": "river_zeros", "zero": "river_zeros"}
+        total[names[part]] += nbytes
 
 
 def _linears(layer: nn.Module) -> Iterator[tuple[str, nn.Linear]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,20 @@ RING_BUFFERS = 3
 """One being copied to the device, two being read."""
 RING_BYTES = RING_BUFFERS * CHUNK_BYTES
 """Host memory that layers on disk come through."""
+
+
+def layers_to_hold(sizes: Mapping[int, int], budget_bytes: int) -> list[int]:
+    """The layers that host memory holds within a budget, shallow ones first: all, or as many as fit beside the ring
+    that the others come through. The ring is there even if the budget is smaller."""
+    if sum(sizes.values()) <= budget_bytes:
+        return sorted(sizes)
+    left_bytes, held = budget_bytes - RING_BYTES, []
+    for layer in sorted(sizes):
+        left_bytes -= sizes[layer]
+        if left_bytes < 0:
+            break
+        held.append(layer)
+    return held
 
 
 @dataclass(frozen=True, slots=True)

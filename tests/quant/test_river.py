@@ -12,7 +12,7 @@ from river_offload.quant.river import (
     install_empty,
     linear_names,
     quantize_layer,
-    river_bytes,
+    river_parts,
     warn_of_misfits,
 )
 
@@ -66,7 +66,7 @@ def test_bytes_are_exact_and_known_before(bits: int, dtype: torch.dtype) -> None
     source = _tensors(_Layer())
     with torch.device("meta"):
         layer = _Layer()
-    planned = river_bytes(layer, bits, 64, dtype=dtype, device_type="cpu")
+    planned = sum(river_parts(layer, bits, 64, dtype=dtype, device_type="cpu").values())
     with FakeTensorMode():
         fake = _Layer()
         install_empty(fake, bits, 64, dtype=dtype)

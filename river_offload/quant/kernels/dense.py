@@ -6,7 +6,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from river_offload.quant.kernels.base import Kernel, MatrixSpec, Parts, canonical_layout, canonical_parts
+from river_offload.quant.kernels.base import (
+    Kernel,
+    MatrixSpec,
+    Parts,
+    block_starts,
+    canonical_layout,
+    canonical_parts,
+)
 from river_offload.quant.packing import QuantizedMatrix, dequantize_rows
 
 # Dense values a block may hold. On CPU its float32 temporary (4 MiB) should stay in the last-level cache; on a GPU
@@ -45,7 +52,7 @@ class Blocks(_Canonical):
     def matmul(self, x: Tensor, parts: Parts, spec: MatrixSpec) -> Tensor:
         out = x.new_empty(x.shape[0], spec.rows)
         step = max(1, _BLOCK_VALUES.get(spec.device_type, 1 << 20) // spec.columns)
-        for start in range(0, spec.rows, step):
+        for start in block_starts(spec.rows, step, x):
             block = slice(start, min(start + step, spec.rows))
             packed, scale, offset = (parts[part][block] for part in ("packed", "scale", "offset"))
             out[:, block] = F.linear(x, dequantize_rows(packed, scale, offset, spec.bits, spec.dtype))

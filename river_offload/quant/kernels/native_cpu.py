@@ -14,7 +14,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from river_offload.quant.kernels.base import Kernel, MatrixSpec, Parts, canonical_layout, canonical_parts
+from river_offload.quant.kernels.base import (
+    Kernel,
+    MatrixSpec,
+    Parts,
+    block_starts,
+    canonical_layout,
+    canonical_parts,
+)
 from river_offload.quant.native import Library, Unavailable, load
 from river_offload.quant.packing import QuantizedMatrix
 
@@ -68,7 +75,7 @@ class Native(Kernel):
         step = max(_ROWS_MULTIPLE, _BUFFER_BYTES // (spec.columns * dtype.itemsize) // _ROWS_MULTIPLE * _ROWS_MULTIPLE)
         dense = x.new_empty(min(step, spec.rows), spec.columns, dtype=dtype)
         out = x.new_empty(x.shape[0], spec.rows)
-        for start in range(0, spec.rows, step):
+        for start in block_starts(spec.rows, step, x):
             rows = dense[: min(step, spec.rows - start)]
             self._dequantize(parts, start, rows, spec)
             out[:, start : start + rows.shape[0]] = F.linear(x, rows.to(spec.dtype))

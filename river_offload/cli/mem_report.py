@@ -1,0 +1,109 @@
+"""Plans and measurements as tables for people."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from river_offload.config import format_size
+
+
+def plan_report(plan: Mapping[str, Any], console: Console | None = None) -> None:
+    """Print the object of `MemoryPlan.as_json`."""
+    console = console or Console(highlight=False)
+    table = Table(box=None, show_header=False, pad_edge=False)
+    table.add_column()
+    table.add_column(justify="right")
+    for name, nbytes in plan["categories"].items():
+        if nbytes:
+            table.add_row(name, format_size(nbytes))
+    table.add_row(Text("peak on the device", "bold"), Text(format_size(plan["peak_device_bytes"]), "bold"))
+    fits = "fits" if plan["fits"] else "does not fit"
+    console.print(
+        Text.assemble(
+            f"{plan['model']} · context {plan['context']} · batch {plan['batch']} · mode {plan['mode']}: ",
+            (fits, "bold green" if plan["fits"] else "bold red"),
+            f" {format_size(plan['budget_bytes'])} ({plan['budget_source']})",
+        ),
+        soft_wrap=True,
+    )
+    console.print(table)
+    for line in (layers_line(plan["placement"]), *_rest(plan)):
+        console.print(line, soft_wrap=True)
+
+
+def layers_line(placement: Mapping[str, Any]) -> Text:
+    """One character a layer: where its full-precision weights rest. Underlined where the river has a copy."""
+    marks = {"device": ("█", "green"), "host": ("▒", "yellow"), "disk": ("░", "red"), None: ("·", "dim")}
+    river, line = set(placement["river_layers"]), Text("layers  ")
+    for layer, tier in enumerate(placement["backbone"]):
+        mark, style = marks[tier]
+        line.append(mark, f"{style} underline" if layer in river else style)
+    shown = {tier: placement["backbone"].count(tier) for tier in marks}
+    words = {"device": "on the device", "host": "in host memory", "disk": "on disk", None: "not needed"}
+    counts = ", ".join(f"{marks[tier][0]} {count} {words[tier]}" for tier, count in shown.items() if count)
+    line.append(f"  {counts}; river of {len(river)}")
+    return line
+
+
+def _rest(plan: Mapping[str, Any]) -> list[str]:
+    speed, host = plan["seconds_per_token"], plan["host"]
+    away = {name.removesuffix("_bytes").replace("_", "-"): nbytes for name, nbytes in host.items() if nbytes}
+    lines = [
+        f"host    {', '.join(f'{format_size(nbytes)} {name}' for name, nbytes in away.items()) or 'nothing'} · disk "
+        f"{format_size(plan['disk_bytes'])} · {format_size(plan['load_peak_bytes'])} while it loads",
+        f"speed   {1 / speed['simulated']:.1f} tok/s simulated on {speed['profile']}"
+        f"{' (assumed)' if speed['profile_assumed'] else ''} at a mean depth of {speed['mean_depth']:.1f}",
+    ]
+    if plan["constants"]:
+        shown = ", ".join(f"{name} {format_size(nbytes)}" for name, nbytes in plan["constants"].items() if nbytes)
+        lines.append(f"beside  {shown}: estimates, not part of the peak")
+    if plan["refusal"] is not None:
+        lines += refusal_lines(plan["refusal"], plan)
+    return lines
+
+
+def refusal_lines(refusal: Mapping[str, Any], plan: Mapping[str, Any]) -> list[str]:
+    """What would fit."""
+    remedies = [f"a budget of {format_size(refusal['needed_bytes'])} ({refusal['needed_bytes']} bytes)"]
+    if refusal["largest_context"]:
+        remedies.append(f"--context {refusal['largest_context']}")
+    for name in ("bits", "head_bits"):
+        if refusal[name]:
+            remedies.append(f"--{name.replace('_', '-')} {refusal[name]}")
+    return [
+        f"The largest part that an option moves is {refusal['largest_term']}, "
+        f"{format_size(refusal['largest_term_bytes'])}. Any of these would fit: {'; '.join(remedies)}"
+    ]
+
+
+def run_report(run: Mapping[str, Any], console: Console | None = None) -> None:
+    """Print the object of `measure_memory`: plan and measurement side by side."""
+    console = console or Console(highlight=False)
+    planned, measured = run["planned"], run["measured"]
+    table = Table(box=None, pad_edge=False)
+    for heading in ("", "planned", "measured", "difference"):
+        table.add_column(heading, justify="left" if not heading else "right")
+    for name in {**planned["categories"], **measured["categories"]}:
+        pair = planned["categories"].get(name, 0), measured["categories"].get(name, 0)
+        if any(pair):
+            table.add_row(name, *_compared(*pair))
+    table.add_row("peak on the device", *_compared(planned["peak_device_bytes"], measured["peak_device_bytes"]))
+    console.print(
+        f"{run['model']} · context {run['context']} · batch {run['batch']} · mode {run['mode']}", soft_wrap=True
+    )
+    console.print(table)
+    unattributed = run["unattributed"]
+    console.print(
+        f"unattributed: {unattributed['storages_bytes']} bytes of storages that no name claims", soft_wrap=True
+    )
+
+
+def _compared(planned_bytes: int, measured_bytes: int) -> tuple[str, str, str]:
+    difference = planned_bytes - measured_bytes
+    share = f" ({difference / measured_bytes:+.1%})" if measured_bytes else ""
+    return format_size(planned_bytes), format_size(measured_bytes), f"{difference:+d} B{share}"
