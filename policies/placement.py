@@ -8,6 +8,7 @@ exact by construction.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from policies.types import EmbedTier, Mode, ModelSizes, Placement, Refusal
 
@@ -45,6 +46,22 @@ def place(
         largest_term=max(smallest.terms, key=smallest.terms.__getitem__),
         advice=(*_cheaper_parts(smallest, sizes), *_cheaper_modes(smallest, sizes, slots)),
     )
+
+
+def smallest(sizes: ModelSizes, *, mode: Mode, min_exit: int, resident_layers: int = 0, slots: int = 1) -> Placement:
+    """The placement that needs least of all those with that many resident layers; its budget is what it needs.
+
+    Raises ValueError when the mode has fewer backbone layers than that.
+    """
+    candidates = [
+        candidate
+        for candidate in _candidates(sizes, (mode,), min_exit, 0, slots)
+        if len(candidate.resident_layers) == resident_layers
+    ]
+    if not candidates:
+        raise ValueError(f"{resident_layers} resident layers: mode {mode} has fewer of {sizes.num_layers}")
+    found = _cheapest(candidates)
+    return replace(found, budget_bytes=found.planned_bytes)
 
 
 def _candidates(
