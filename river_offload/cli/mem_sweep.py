@@ -1,0 +1,130 @@
+"""`river-mem sweep`: the memory of several methods against the length of the context."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from river_offload.cli.options import ShowOptions, flag, with_options
+from river_offload.cli.report import print_json
+from river_offload.cli.streams import require_stdout
+from river_offload.cli.sweep_text import print_table
+from river_offload.cli.terminal import Terminal, boundary
+from river_offload.config import QuantConfig, RiverConfig, default_cache_dir, parse_size
+from river_offload.errors import UsageError
+
+if TYPE_CHECKING:
+    from river_offload.planning.sweep import Sweep
+
+DEFAULT_METHODS = "backbone,quantized,river,river@3,balcony,ee-llm"
+
+
+def _option(name: str, metavar: str, panel: str, help: str) -> Any:
+    return typer.Option(name, metavar=metavar, rich_help_panel=panel, help=help, show_default=False)
+
+
+@dataclass(frozen=True)
+class SweepOptions:
+    """What is compared."""
+
+    contexts: Annotated[
+        str | None,
+        _option("--contexts", "LIST", "Sweep", "Tokens, as 4k,16k,65536. [dim]Default: 4k to 64k, as far as the "
+                "model attends.[/dim]"),
+    ] = None  # fmt: skip
+    methods: Annotated[
+        str,
+        _option("--methods", "LIST", "Sweep", "backbone, quantized, river, river@N (N layers resident), balcony, "
+                f"ee-llm. [dim]Default: {DEFAULT_METHODS}.[/dim]"),
+    ] = DEFAULT_METHODS  # fmt: skip
+    budget: Annotated[
+        str | None, _option("--budget", "SIZE", "Sweep", "Mark what fits this much device memory: 8GiB.")
+    ] = None
+    batch: Annotated[int, _option("--batch", "B", "Sweep", "Rows. [dim]Default: 1.[/dim]")] = 1
+    bits: Annotated[
+        int, _option("--bits", "N", "Sweep", "Bits of a river weight: 2, 3, 4 or 8. [dim]Default: 4.[/dim]")
+    ] = QuantConfig.bits
+    group_size: Annotated[
+        int, _option("--group-size", "N", "Sweep", "Weights that share a scale. [dim]Default: 64.[/dim]")
+    ] = QuantConfig.group_size
+    head_bits: Annotated[
+        int, _option("--head-bits", "N", "Sweep", "Bits of an untied LM head. [dim]Default: 16.[/dim]")
+    ] = RiverConfig.head_bits
+    device: Annotated[
+        str, _option("--device", "D", "Sweep", "Plan for cuda or cpu, there or not. [dim]Default: cuda.[/dim]")
+    ] = "cuda"
+    trust_remote_code: Annotated[
+        bool, flag("--trust-remote-code", panel="Sweep", help="Run code that the checkpoint brings along.")
+    ] = False
+
+    def check(self) -> None:
+        """Raises UsageError for a value that a plan could not be made with."""
+        RiverConfig.from_options(
+            model="demo",
+            budget=self.budget,
+            batch=self.batch,
+            head_bits=self.head_bits,
+            quant=QuantConfig(bits=self.bits, group_size=self.group_size),
+        )
+        if self.device not in ("cuda", "cpu"):
+            raise UsageError(f"--device {self.device}: a sweep plans for cuda or cpu")
+        self.parsed_contexts()
+
+    def parsed_contexts(self) -> tuple[int, ...] | None:
+        """Tokens, None when none were given. Raises UsageError."""
+        return None if self.contexts is None else tuple(parse_tokens(text) for text in self.contexts.split(","))
+
+
+def parse_tokens(text: str) -> int:
+    """`4k` is 4096. Raises UsageError for anything but a number of tokens that can be planned for."""
+    number = text.strip().lower()
+    factor = 1024 if number.endswith("k") else 1
+    number = number.removesuffix("k")
+    if not number.isdecimal() or not number.isascii():
+        raise UsageError(f"--contexts: {text!r} is no number of tokens: write 4k (4096), 16k or 65536")
+    return RiverConfig(model="demo", context=int(number) * factor).context
+
+
+@with_options(SweepOptions, ShowOptions)
+def sweep(model: str, options: SweepOptions, show: ShowOptions) -> None:
+    """Plan several methods at several context lengths, beside what the River-LLM paper states."""
+    terminal = Terminal(quiet=show.quiet)
+    with boundary(terminal):
+        options.check()
+        require_stdout()
+        swept = _run(model, options, terminal)
+        if show.as_json:
+            print_json(swept.as_json())
+        else:
+            print_table(swept)
+
+
+def _run(model: str, options: SweepOptions, terminal: Terminal) -> Sweep:
+    from river_offload.planning.methods import Method  # these bring torch, and --help must answer without
+    from river_offload.planning.model_config import model_config
+    from river_offload.planning.sweep import contexts_of, sweep
+    from river_offload.quant.kernels import ordered
+    from river_offload.quant.precision import Precision
+
+    methods = tuple(dict.fromkeys(Method.parse(text) for text in options.methods.split(",")))
+    found = model_config(model, trust_remote_code=options.trust_remote_code)
+    precision = Precision(
+        dtype=found.dtype,
+        bits=options.bits,
+        group=options.group_size,
+        head_bits=options.head_bits,
+        device_type=options.device,
+        kernels=ordered(default_cache_dir()),
+    )
+    return sweep(
+        found,
+        precision,
+        contexts=options.parsed_contexts() or contexts_of(found),
+        methods=methods,
+        batch=options.batch,
+        budget_bytes=None if options.budget is None else parse_size(options.budget),
+        progress=terminal.progress(),
+        trust_remote_code=options.trust_remote_code,
+    )
