@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from river_offload.cli.files import require_writable, write_whole
 from river_offload.cli.options import ShowOptions, flag, with_options
 from river_offload.cli.report import print_json
 from river_offload.cli.streams import require_stdout
@@ -18,6 +22,7 @@ from river_offload.errors import UsageError
 if TYPE_CHECKING:
     from river_offload.planning.sweep import Sweep
 
+Writer = Callable[["Sweep", Path], None]
 DEFAULT_METHODS = "backbone,quantized,river,river@3,balcony,ee-llm"
 
 
@@ -59,6 +64,14 @@ class SweepOptions:
         bool, flag("--trust-remote-code", panel="Sweep", help="Run code that the checkpoint brings along.")
     ] = False
 
+    csv: Annotated[str | None, _option("--csv", "FILE", "Output", "Write the rows as CSV.")] = None
+    plot: Annotated[
+        str | None, _option("--plot", "FILE", "Output", "Draw peak against context: a .png, .svg or .pdf file.")
+    ] = None
+    html: Annotated[
+        str | None, _option("--html", "FILE", "Output", "Write a report that a browser shows, offline.")
+    ] = None
+
     def check(self) -> None:
         """Raises UsageError for a value that a plan could not be made with."""
         RiverConfig.from_options(
@@ -75,6 +88,22 @@ class SweepOptions:
     def parsed_contexts(self) -> tuple[int, ...] | None:
         """Tokens, None when none were given. Raises UsageError."""
         return None if self.contexts is None else tuple(parse_tokens(text) for text in self.contexts.split(","))
+
+    def writers(self) -> list[tuple[Path, Writer]]:
+        """Each file that is asked for, and what writes it. Raises UsageError for one that could not be written."""
+        from river_offload.planning import sweep_html, sweep_plot
+
+        found: list[tuple[Path, Writer]] = []
+        if self.csv is not None:
+            found.append((require_writable("--csv", self.csv), sweep_plot.write_csv))
+        if self.plot is not None:
+            path = require_writable("--plot", self.plot)
+            found.append((path, functools.partial(sweep_plot.draw, kind=sweep_plot.plot_kind(path))))
+        if self.html is not None:
+            found.append((require_writable("--html", self.html), sweep_html.write_page))
+        if len({path for path, _ in found}) < len(found):
+            raise UsageError("--csv, --plot and --html name one file twice: give each a name of its own")
+        return found
 
 
 def parse_tokens(text: str) -> int:
@@ -94,7 +123,11 @@ def sweep(model: str, options: SweepOptions, show: ShowOptions) -> None:
     with boundary(terminal):
         options.check()
         require_stdout()
+        writers = options.writers()
         swept = _run(model, options, terminal)
+        for path, write in writers:
+            write_whole(path, functools.partial(write, swept))
+            terminal.note(f"written: {path}")
         if show.as_json:
             print_json(swept.as_json())
         else:

@@ -1,0 +1,107 @@
+"""The line chart of a sweep as a picture file, and its rows as CSV."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from river_offload.errors import UsageError
+from river_offload.planning.sweep import Row, Sweep
+from river_offload.planning.sweep_groups import METHOD_COLORS, kind_of, number, spread, tokens, unit_for
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+PLOT_KINDS = ("png", "svg", "pdf")
+_SIZE_INCHES = (9.6, 5.4)
+_DPI = 130
+_INK, _SOFT, _GRID, _BUDGET = "#1b2026", "#59636e", "#e4e7eb", "#b3261e"
+_LABEL_POINTS = 12.5
+_FIXED_COLUMNS = (
+    *("method", "context", "peak_device_bytes", "paper_accounting_bytes", "published_bytes"),
+    *("resident_layers", "slots", "embed_tier"),
+)
+
+
+def plot_kind(path: Path) -> str:
+    """What the name's ending asks for. Raises UsageError for a kind that is not drawn."""
+    kind = path.suffix.lstrip(".").lower()
+    if kind not in PLOT_KINDS:
+        raise UsageError(f"{path}: no picture is drawn as {kind or 'a file without ending'}: use .png, .svg or .pdf")
+    return kind
+
+
+def draw(swept: Sweep, path: Path, kind: str) -> None:
+    """Draw peak against context, a line a method, with the budget and the published figures. Raises OSError."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # seconds to import: only when something is drawn
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=_SIZE_INCHES, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    unit_bytes, unit = unit_for(max(row.peak_device_bytes for row in swept.rows))
+    contexts = sorted({row.context for row in swept.rows})
+    for name in dict.fromkeys(row.method for row in swept.rows):
+        _line(axes, [row for row in swept.rows if row.method == name], unit_bytes)
+    _dress(axes, contexts, unit)
+    if swept.budget_bytes is not None:
+        height = swept.budget_bytes / unit_bytes
+        axes.axhline(height, color=_BUDGET, linewidth=1.2, linestyle=(0, (5, 3)))
+        axes.annotate(f"budget {number(swept.budget_bytes, unit_bytes)} {unit}", (0.01, height), color=_BUDGET,
+                      xycoords=("axes fraction", "data"), xytext=(0, 4), textcoords="offset points", fontsize=9)  # fmt: skip
+    _labels(axes, swept, contexts[-1], unit_bytes)
+    stated = " · open diamonds: published" if any(row.published_bytes for row in swept.rows) else ""
+    axes.set_title(f"{swept.model}: peak device memory, {unit}{stated}", loc="left", fontsize=11, color=_INK, pad=10)
+    figure.savefig(path, format=kind, dpi=_DPI)
+
+
+def write_csv(swept: Sweep, path: Path) -> None:
+    """A line a row, bytes as whole numbers, a column for each category. Raises OSError."""
+    categories = list(dict.fromkeys(name for row in swept.rows for name in row.categories))
+    with path.open("w", newline="", encoding="utf-8") as stream:
+        writer = csv.writer(stream)
+        writer.writerow([*_FIXED_COLUMNS, *categories, "note"])
+        for row in swept.rows:
+            placed = row.placement
+            published = "" if row.published_bytes is None else row.published_bytes
+            figures = [row.method, row.context, row.peak_device_bytes, row.paper_accounting_bytes, published]
+            where = [len(placed.resident_layers), placed.slots, placed.embed_tier]
+            writer.writerow([*figures, *where, *(row.categories.get(name, 0) for name in categories), row.note])
+
+
+def _line(axes: Axes, rows: list[Row], unit_bytes: int) -> None:
+    color = METHOD_COLORS[kind_of(rows[0].method)]
+    variant = "@" in rows[0].method
+    wide = 2.4 if rows[0].method == "river" else 1.6
+    axes.plot([row.context for row in rows], [row.peak_device_bytes / unit_bytes for row in rows], color=color,
+              linewidth=wide, linestyle=(0, (4, 2)) if variant else "-", marker="o", markersize=4, zorder=3)  # fmt: skip
+    stated = [row for row in rows if row.published_bytes is not None]
+    axes.plot([row.context for row in stated], [(row.published_bytes or 0) / unit_bytes for row in stated],
+              color=color, linestyle="none", marker="D", markersize=6, markerfacecolor="white", zorder=4)  # fmt: skip
+
+
+def _dress(axes: Axes, contexts: list[int], unit: str) -> None:
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(contexts, [tokens(context) for context in contexts], minor=False)
+    axes.minorticks_off()
+    axes.set_ylim(bottom=0)
+    axes.grid(axis="y", color=_GRID, linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.spines["bottom"].set_color(_SOFT)
+    axes.tick_params(colors=_SOFT, labelsize=9, length=0)
+    axes.set_xlabel("context, tokens", fontsize=9, color=_SOFT)
+
+
+def _labels(axes: Axes, swept: Sweep, longest: int, unit_bytes: int) -> None:
+    """Each method's name at the end of its line, pushed apart where lines meet."""
+    rows = [row for row in swept.rows if row.context == longest]
+    heights = [row.peak_device_bytes / unit_bytes for row in rows]
+    low, high = axes.get_ylim()
+    points_per_unit = 72 * _SIZE_INCHES[1] * 0.8 / (high - low)
+    placed = spread(heights, _LABEL_POINTS / points_per_unit, low, high)
+    for row, height, place in zip(rows, heights, placed, strict=True):
+        axes.annotate(f"{row.method} {number(row.peak_device_bytes, unit_bytes)}", (longest, height),
+                      xytext=(10, (place - height) * points_per_unit), textcoords="offset points", va="center",
+                      fontsize=9, color=METHOD_COLORS[kind_of(row.method)], annotation_clip=False)  # fmt: skip
