@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -20,9 +20,13 @@ from river_offload.planning.compare import compare as compare_accounts
 _KINDS = {"plan": "planned", "measure": "measured"}
 
 
+def _file(metavar: str, help: str) -> Any:
+    return typer.Argument(metavar=metavar, help=help, show_default=False)
+
+
 def compare(
-    a: Annotated[str, typer.Argument(metavar="A", help="What plan --json or measure --json wrote.", show_default=False)],
-    b: Annotated[str, typer.Argument(metavar="B", help="Another such file, or the same.", show_default=False)],
+    a: Annotated[str, _file("A", "What plan --json or measure --json wrote.")],
+    b: Annotated[str, _file("B", "Another such file, or the same.")],
     as_json: Annotated[bool, flag("--json", panel="Output", help="Print one JSON object instead of text.")] = False,
 ) -> None:
     """Set two accounts of memory side by side, the biggest difference first."""

@@ -89,9 +89,14 @@ def river_bytes(weights: Weights, kv_bytes: int, resident_layers: int = RIVER_RE
     return _at_16_bits(full) + _at_4_bits(sum(weights.layers[1:])) + kv_bytes
 
 
+def is_the_papers(weights: Weights) -> bool:
+    """Whether this is the model whose figures are published: Llama-3.1-8B, by whatever name."""
+    return weights.total == _LLAMA_3_1_8B_PARAMETERS
+
+
 def published_bytes(method: str, context: int, weights: Weights, *, batch: int = 1) -> int | None:
     """What the paper states, None where it states nothing: for another model, another length, another batch."""
-    if weights.total != _LLAMA_3_1_8B_PARAMETERS or batch != 1:
+    if not is_the_papers(weights) or batch != 1:
         return None
     stated_gib = _PUBLISHED_GIB.get(method, {}).get(context)
     return None if stated_gib is None else round(stated_gib * GIB)

@@ -9,13 +9,13 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
-from policies.types import Mode, ModelSizes, Placement
+from policies.types import Mode, Placement
+from river_offload.config import RiverConfig
 from river_offload.errors import UsageError
 from river_offload.planning import paper
-from river_offload.planning.dry_run import dry_run
 from river_offload.planning.methods import Method, note
 from river_offload.planning.model_config import ModelConfig
-from river_offload.planning.sizes import model_sizes
+from river_offload.planning.sizes import Stored, Weighed, weigh
 from river_offload.progress import Progress
 from river_offload.quant.precision import Precision
 from river_offload.structure import Structure
@@ -97,7 +97,7 @@ def sweep(
     Raises UsageError for a context beyond what the model attends to, and for a method that it has no layers for.
     """
     check_contexts(model, contexts)
-    runs = _DryRuns(model.config, precision, batch, trust_remote_code)
+    runs = _DryRuns(model, precision, batch, trust_remote_code)
     weights = paper.Weights.of(runs.structure(0))
     rows = []
     progress.start("planning", len(methods) * len(contexts), "plans")
@@ -131,62 +131,50 @@ def _limit(model: ModelConfig) -> int | None:
 
 
 class _DryRuns:
-    """Sizes by what they depend on, so that methods which share them run dry once."""
+    """What models weigh, by what it depends on, so that methods which share it run dry once."""
 
-    def __init__(self, config: PretrainedConfig, precision: Precision, batch: int, trust_remote_code: bool) -> None:
-        self._config, self._precision = config, precision
+    def __init__(self, model: ModelConfig, precision: Precision, batch: int, trust_remote_code: bool) -> None:
+        self._model, self._precision = model, precision
         self.batch, self._trusted = batch, trust_remote_code
         self._structures: dict[int, Structure] = {}
-        self._sizes: dict[tuple[int, Mode, int], ModelSizes] = {}
+        self._weighed: dict[tuple[int, Mode, int], Weighed] = {}
 
     def structure(self, extra_layers: int) -> Structure:
         if extra_layers not in self._structures:
-            config = _deeper(self._config, extra_layers)
-            self._structures[extra_layers] = Structure.of(
-                config, self._precision.dtype, trust_remote_code=self._trusted
-            )
+            deeper = _deeper(self._model.config, extra_layers)
+            found = Structure.of(deeper, self._precision.dtype, trust_remote_code=self._trusted)
+            self._structures[extra_layers] = found
         return self._structures[extra_layers]
 
-    def sizes(self, method: Method, context: int) -> ModelSizes:
+    def weighed(self, method: Method, context: int) -> Weighed:
         key = (method.extra_layers, method.mode, context)
-        if key not in self._sizes:
+        if key not in self._weighed:
             structure = self.structure(method.extra_layers)
-            needs = dry_run(
-                structure.model.config,
-                self._precision,
-                context=context,
-                batch=self.batch,
-                modes=(method.mode,),
-                trust_remote_code=self._trusted,
+            stored = Stored.in_dtype(structure, self._model.dtype, self._precision.dtype)
+            config = RiverConfig(
+                model=self._model.name, context=context, batch=self.batch, trust_remote_code=self._trusted
             )
-            self._sizes[key] = model_sizes(
-                structure,
-                needs,
-                self._precision,
-                stored_dtype_bytes=None,
-                largest_stored_bytes=_largest_matrix_bytes(structure, self._precision),
-            )
-        return self._sizes[key]
+            self._weighed[key] = weigh(structure, self._precision, config, (method.mode,), stored)
+        return self._weighed[key]
 
 
 def _row(method: Method, context: int, runs: _DryRuns, weights: paper.Weights) -> Row:
-    sizes = runs.sizes(method, context)
-    placement = method.place(sizes)
-    categories = dict(placement.terms)
+    weighed = runs.weighed(method, context)
+    placement = method.place(weighed.sizes)
+    categories, kv_bytes = weighed.categories(placement), weighed.sizes.kv_bytes
     if method.kind == "ee-llm":
-        held_bytes = paper.backbone_bytes(weights, sizes.kv_bytes)
-        categories["other"] += paper.ee_llm_bytes(weights, sizes.kv_bytes) - held_bytes
+        categories["other"] += paper.ee_llm_bytes(weights, kv_bytes) - paper.backbone_bytes(weights, kv_bytes)
     paper_method = method.kind if method.resident_layers in (None, paper.RIVER_RESIDENT_LAYERS) else method.name
     published = paper.published_bytes(paper_method, context, weights, batch=runs.batch)
     return Row(
         method=method.name,
         context=context,
         peak_device_bytes=sum(categories.values()),
-        paper_accounting_bytes=method.paper_bytes(weights, sizes.kv_bytes),
+        paper_accounting_bytes=method.paper_bytes(weights, kv_bytes),
         published_bytes=published,
         categories=categories,
         placement=placement,
-        note=note(method, placement, published=published is not None),
+        note=note(method, placement, published=paper.is_the_papers(weights)),
     )
 
 
@@ -197,8 +185,3 @@ def _deeper(config: PretrainedConfig, extra_layers: int) -> PretrainedConfig:
     if extra_layers and getattr(deeper, "layer_types", None):
         deeper.layer_types = [*deeper.layer_types, *deeper.layer_types[-1:] * extra_layers]
     return deeper
-
-
-def _largest_matrix_bytes(structure: Structure, precision: Precision) -> int:
-    layers = range(structure.num_layers)
-    return max(linear.weight.numel() for i in layers for linear in structure.linears(i).values()) * precision.dtype.itemsize

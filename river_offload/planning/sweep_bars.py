@@ -31,11 +31,12 @@ def stacked_bars(swept: Sweep, context: int, width: int) -> str:
             line(svg, x, 0, x, bottom, "axis" if mark == 0 else "grid")
             text(svg, x, bottom + 15, f"{mark:g}", "tick", "middle")
     text(svg, width, bottom + 15, unit, "tick", "end")
-    for number_of, row in enumerate(rows):
-        _bar(svg, row, _PITCH * number_of + 4, scale, unit_bytes, unit)
+    ends = [_bar(svg, row, _PITCH * place + 4, scale, unit_bytes, unit) for place, row in enumerate(rows)]
     if swept.budget_bytes is not None:
         x = _NAME_WIDTH + swept.budget_bytes * scale
         line(svg, x, 0, x, bottom, "budget")
+    for place, (end, row) in enumerate(zip(ends, rows, strict=True)):
+        text(svg, end + 5, _PITCH * place + 17, number(row.peak_device_bytes, unit_bytes), "value halo")
     return as_text(svg)
 
 
@@ -75,7 +76,8 @@ def _cell(svg: Element, x: float, y: float, width: float, css: str, told: str) -
     hint(cell, told)
 
 
-def _bar(svg: Element, row: Row, y: float, scale: float, unit_bytes: int, unit: str) -> None:
+def _bar(svg: Element, row: Row, y: float, scale: float, unit_bytes: int, unit: str) -> float:
+    """Draw the bar of one row; returns where it ends."""
     text(svg, 0, y + 13, row.method, "label")
     x = float(_NAME_WIDTH)
     sizes = grouped(row.categories)
@@ -87,4 +89,4 @@ def _bar(svg: Element, row: Row, y: float, scale: float, unit_bytes: int, unit: 
             part = SubElement(svg, "rect", {**place, "class": f"g-{key}"})
             hint(part, f"{row.method}, {tokens(row.context)}: {name} {number(sizes[key], unit_bytes)} {unit}")
         x += wide
-    text(svg, x + 5, y + 13, number(row.peak_device_bytes, unit_bytes), "value")
+    return x

@@ -119,13 +119,13 @@ def _maps(swept: Sweep) -> Iterator[str]:
         heading = method if shared[method] else f"{method} at {', '.join(tokens(row.context) for row in rows)}"
         extras = [f"{placed.slots} streaming buffer{'' if placed.slots == 1 else 's'}"] if placed.slots else []
         extras += [] if placed.embed_tier == "device" else [f"embedding on the {placed.embed_tier}"]
-        told = f" <span>{escape(' · '.join(extras))}</span>" if extras else ""
+        told = f" <span>· {escape(' · '.join(extras))}</span>" if extras else ""
         pictures = _both(layer_map(placed, layers, WIDE.width), layer_map(placed, layers, NARROW.width))
         yield f"<h3>{escape(heading)}{told}</h3>\n{pictures}"
 
 
 def _table(swept: Sweep, unit_bytes: int) -> str:
-    headings = ("context", "peak", "paper’s way", "published", "paper’s way / published")
+    headings = ("context", "peak", "paper’s way", "published", "paper’s way off by")
     lines = ["<table>", "<thead><tr>", *(f'<th scope="col">{name}</th>' for name in headings), "</tr></thead>"]
     previous = ""
     for row in swept.rows:
@@ -145,7 +145,7 @@ def _table_row(row: Row, budget_bytes: int | None, unit_bytes: int) -> str:
     published, ratio = "–", "–"
     if row.published_bytes is not None:
         published = number(row.published_bytes, unit_bytes)
-        ratio = f"{row.paper_accounting_bytes / row.published_bytes - 1:+.2%}"
+        ratio = f"{row.paper_accounting_bytes / row.published_bytes - 1:+.2%}".replace("-", "−")
     peak = number(row.peak_device_bytes, unit_bytes)
     return (
         f'<tr><th scope="row">{tokens(row.context)}</th><td{" class=over" if over else ""}>{peak}</td>'

@@ -20,7 +20,7 @@ _INK, _SOFT, _GRID, _BUDGET = "#1b2026", "#59636e", "#e4e7eb", "#b3261e"
 _LABEL_POINTS = 12.5
 _FIXED_COLUMNS = (
     *("method", "context", "peak_device_bytes", "paper_accounting_bytes", "published_bytes"),
-    *("resident_layers", "slots", "embed_tier"),
+    *("resident_layers", "slot_count", "embed_tier"),
 )
 
 
@@ -48,8 +48,9 @@ def draw(swept: Sweep, path: Path, kind: str) -> None:
     if swept.budget_bytes is not None:
         height = swept.budget_bytes / unit_bytes
         axes.axhline(height, color=_BUDGET, linewidth=1.2, linestyle=(0, (5, 3)))
-        axes.annotate(f"budget {number(swept.budget_bytes, unit_bytes)} {unit}", (0.01, height), color=_BUDGET,
-                      xycoords=("axes fraction", "data"), xytext=(0, 4), textcoords="offset points", fontsize=9)  # fmt: skip
+        said = f"budget {number(swept.budget_bytes, unit_bytes)} {unit}"
+        axes.annotate(said, (0.01, height), color=_BUDGET, fontsize=9, xycoords=("axes fraction", "data"),
+                      xytext=(0, 4), textcoords="offset points")  # fmt: skip
     _labels(axes, swept, contexts[-1], unit_bytes)
     stated = " · open diamonds: published" if any(row.published_bytes for row in swept.rows) else ""
     axes.set_title(f"{swept.model}: peak device memory, {unit}{stated}", loc="left", fontsize=11, color=_INK, pad=10)
@@ -61,7 +62,7 @@ def write_csv(swept: Sweep, path: Path) -> None:
     categories = list(dict.fromkeys(name for row in swept.rows for name in row.categories))
     with path.open("w", newline="", encoding="utf-8") as stream:
         writer = csv.writer(stream)
-        writer.writerow([*_FIXED_COLUMNS, *categories, "note"])
+        writer.writerow([*_FIXED_COLUMNS, *(f"{name}_bytes" for name in categories), "note"])
         for row in swept.rows:
             placed = row.placement
             published = "" if row.published_bytes is None else row.published_bytes
@@ -71,14 +72,14 @@ def write_csv(swept: Sweep, path: Path) -> None:
 
 
 def _line(axes: Axes, rows: list[Row], unit_bytes: int) -> None:
-    color = METHOD_COLORS[kind_of(rows[0].method)]
-    variant = "@" in rows[0].method
-    wide = 2.4 if rows[0].method == "river" else 1.6
-    axes.plot([row.context for row in rows], [row.peak_device_bytes / unit_bytes for row in rows], color=color,
-              linewidth=wide, linestyle=(0, (4, 2)) if variant else "-", marker="o", markersize=4, zorder=3)  # fmt: skip
-    stated = [row for row in rows if row.published_bytes is not None]
-    axes.plot([row.context for row in stated], [(row.published_bytes or 0) / unit_bytes for row in stated],
-              color=color, linestyle="none", marker="D", markersize=6, markerfacecolor="white", zorder=4)  # fmt: skip
+    name = rows[0].method
+    color, dashes = METHOD_COLORS[kind_of(name)], (0, (4, 2)) if "@" in name else "-"
+    planned = [row.peak_device_bytes / unit_bytes for row in rows]
+    axes.plot([row.context for row in rows], planned, color=color, linestyle=dashes, marker="o", markersize=4,
+              linewidth=2.4 if name == "river" else 1.6, zorder=3)  # fmt: skip
+    stated = [(row.context, row.published_bytes / unit_bytes) for row in rows if row.published_bytes is not None]
+    axes.plot([context for context, _ in stated], [height for _, height in stated], color=color, linestyle="none",
+              marker="D", markersize=6, markerfacecolor="white", zorder=4)  # fmt: skip
 
 
 def _dress(axes: Axes, contexts: list[int], unit: str) -> None:

@@ -143,7 +143,7 @@ def _axes(
 def _budget(svg: Element, frame: Frame, height: float, label: str) -> None:
     start, end = frame.x_range
     line(svg, start, height, end, height, "budget")
-    text(svg, start + 6, height - 6, label, "budget-label")
+    text(svg, start + 6, height - 6, label, "budget-label halo")
 
 
 def _method(
