@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from xml.etree import ElementTree
 from xml.etree.ElementTree import Element, SubElement
 
@@ -12,6 +12,9 @@ from river_offload.planning.sweep import Row, Sweep
 from river_offload.planning.sweep_groups import kind_of, number, spread, ticks, tokens, unit_for
 
 _LABEL_GAP = 17.0
+_LABEL_START = 12
+_CHARACTER = 7.4
+"""Pixels that a character of a label takes at most, on average."""
 _MARK = 4.5
 
 
@@ -35,8 +38,17 @@ class Frame:
         return self.height - self.bottom, self.top
 
 
-WIDE = Frame(width=1040, height=440, left=48, right=150)
-NARROW = Frame(width=358, height=400, left=36, right=104)
+WIDE = Frame(width=1040, height=440, left=48, right=0)
+NARROW = Frame(width=358, height=400, left=36, right=0)
+"""The room on the right is what the labels take."""
+
+
+@dataclass(frozen=True)
+class _Label:
+    css: str
+    name: str
+    value: str
+    size_bytes: int
 
 
 def line_chart(swept: Sweep, frame: Frame) -> str:
@@ -44,21 +56,23 @@ def line_chart(swept: Sweep, frame: Frame) -> str:
     most_bytes = max(_heights(swept))
     unit_bytes, unit = unit_for(most_bytes)
     marks = ticks(most_bytes / unit_bytes, 6)
+    labels = _labels(swept, unit_bytes)
+    longest = max(len(f"{label.name} {label.value}") for label in labels)
+    frame = replace(frame, right=round(_LABEL_START + _CHARACTER * longest))
     y = _linear(0, marks[-1] * unit_bytes, *frame.y_range)
     contexts = sorted({row.context for row in swept.rows})
     x = _logarithmic(contexts, frame)
     svg = picture(frame.width, frame.height, f"Peak device memory of {swept.model} against context")
     _axes(svg, frame, marks, unit_bytes, unit, y, contexts, x)
     if swept.budget_bytes is not None:
-        _budget(svg, frame, y(swept.budget_bytes), f"budget {number(swept.budget_bytes, unit_bytes)} {unit}")
+        line(svg, frame.x_range[0], y(swept.budget_bytes), frame.x_range[1], y(swept.budget_bytes), "budget")
     methods = list(dict.fromkeys(row.method for row in swept.rows))
     by_method = {name: [row for row in swept.rows if row.method == name] for name in methods}
     for name in reversed(methods):  # the first is drawn last, above the others
         _method(svg, name, by_method[name], x, y, unit_bytes, unit)
-    last = {name: rows[-1] for name, rows in by_method.items()}
-    places = spread([y(row.peak_device_bytes) for row in last.values()], _LABEL_GAP, frame.top, frame.y_range[0])
-    for (name, row), place in zip(last.items(), places, strict=True):
-        _label(svg, frame, name, y(row.peak_device_bytes), place, number(row.peak_device_bytes, unit_bytes))
+    places = spread([y(label.size_bytes) for label in labels], _LABEL_GAP, frame.top, frame.y_range[0])
+    for label, place in zip(labels, places, strict=True):
+        _write(svg, frame, label, y(label.size_bytes), place)
     return as_text(svg)
 
 
@@ -140,12 +154,6 @@ def _axes(
     text(svg, (start + end) / 2, frame.height - 4, "context, tokens", "tick", "middle")
 
 
-def _budget(svg: Element, frame: Frame, height: float, label: str) -> None:
-    start, end = frame.x_range
-    line(svg, start, height, end, height, "budget")
-    text(svg, start + 6, height - 6, label, "budget-label halo")
-
-
 def _method(
     svg: Element,
     name: str,
@@ -171,10 +179,18 @@ def _diamond(x: float, y: float) -> str:
     return f"M{x:.1f} {y - _MARK:.1f}l{_MARK} {_MARK}l-{_MARK} {_MARK}l-{_MARK} -{_MARK}z"
 
 
-def _label(svg: Element, frame: Frame, name: str, wanted: float, place: float, value: str) -> None:
-    """The method's name beside the end of its line, led there where others push it away."""
-    group = SubElement(svg, "g", {"class": css_of(name)})
+def _labels(swept: Sweep, unit_bytes: int) -> list[_Label]:
+    """What is written beside the ends of the lines."""
+    last = {row.method: row for row in sorted(swept.rows, key=lambda row: row.context)}
+    sizes = [(css_of(name), name, row.peak_device_bytes) for name, row in last.items()]
+    sizes += [] if swept.budget_bytes is None else [("limit", "budget", swept.budget_bytes)]
+    return [_Label(css, name, number(size_bytes, unit_bytes), size_bytes) for css, name, size_bytes in sizes]
+
+
+def _write(svg: Element, frame: Frame, label: _Label, wanted: float, place: float) -> None:
+    """A label beside the end of its line, led there where others push it away."""
+    group = SubElement(svg, "g", {"class": label.css})
     end = frame.x_range[1]
-    line(group, end - 9, wanted, end + 8, place, "leader")
-    label = text(group, end + 12, place + 4, f"{name} ", "label")
-    SubElement(label, "tspan", {"class": "value"}).text = value
+    line(group, end - (0 if label.css == "limit" else 9), wanted, end + _LABEL_START - 4, place, "leader")
+    written = text(group, end + _LABEL_START, place + 4, f"{label.name} ", "label")
+    SubElement(written, "tspan", {"class": "value"}).text = label.value
