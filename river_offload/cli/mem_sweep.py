@@ -13,10 +13,11 @@ import typer
 from river_offload.cli.files import require_writable, write_whole
 from river_offload.cli.options import ShowOptions, flag, with_options
 from river_offload.cli.report import print_json
+from river_offload.cli.runtime import hush_libraries
 from river_offload.cli.streams import require_stdout
 from river_offload.cli.sweep_text import print_table
 from river_offload.cli.terminal import Terminal, boundary
-from river_offload.config import QuantConfig, RiverConfig, default_cache_dir, parse_size
+from river_offload.config import QuantConfig, RiverConfig
 from river_offload.errors import UsageError
 
 if TYPE_CHECKING:
@@ -74,16 +75,22 @@ class SweepOptions:
 
     def check(self) -> None:
         """Raises UsageError for a value that a plan could not be made with."""
-        RiverConfig.from_options(
-            model="demo",
-            budget=self.budget,
-            batch=self.batch,
-            head_bits=self.head_bits,
-            quant=QuantConfig(bits=self.bits, group_size=self.group_size),
-        )
+        self.config("demo")
         if self.device not in ("cuda", "cpu"):
             raise UsageError(f"--device {self.device}: a sweep plans for cuda or cpu")
         self.parsed_contexts()
+
+    def config(self, model: str) -> RiverConfig:
+        """The options that all rows share. Raises UsageError."""
+        return RiverConfig.from_options(
+            model=model,
+            budget=self.budget,
+            batch=self.batch,
+            context=1,  # each row has its own; this one suits every model
+            head_bits=self.head_bits,
+            quant=QuantConfig(bits=self.bits, group_size=self.group_size),
+            trust_remote_code=self.trust_remote_code,
+        )
 
     def parsed_contexts(self) -> tuple[int, ...] | None:
         """Tokens, None when none were given. Raises UsageError."""
@@ -135,29 +142,16 @@ def sweep(model: str, options: SweepOptions, show: ShowOptions) -> None:
 
 
 def _run(model: str, options: SweepOptions, terminal: Terminal) -> Sweep:
+    progress = terminal.progress()
+    progress.start("starting", 0, "")
+    hush_libraries()
     from river_offload.planning.methods import Method  # these bring torch, and --help must answer without
-    from river_offload.planning.model_config import model_config
-    from river_offload.planning.sweep import contexts_of, sweep
-    from river_offload.quant.kernels import ordered
-    from river_offload.quant.precision import Precision
+    from river_offload.planning.model_facts import find_model
+    from river_offload.planning.sweep import sweep
 
+    progress.finish()
     methods = tuple(dict.fromkeys(Method.parse(text) for text in options.methods.split(",")))
-    found = model_config(model, trust_remote_code=options.trust_remote_code)
-    precision = Precision(
-        dtype=found.dtype,
-        bits=options.bits,
-        group=options.group_size,
-        head_bits=options.head_bits,
-        device_type=options.device,
-        kernels=ordered(default_cache_dir()),
-    )
-    return sweep(
-        found,
-        precision,
-        contexts=options.parsed_contexts() or contexts_of(found),
-        methods=methods,
-        batch=options.batch,
-        budget_bytes=None if options.budget is None else parse_size(options.budget),
-        progress=terminal.progress(),
-        trust_remote_code=options.trust_remote_code,
-    )
+    facts = find_model(options.config(model), progress)
+    for remark in facts.notes:
+        terminal.note(f"note: {remark}")
+    return sweep(facts, options.device, contexts=options.parsed_contexts(), methods=methods, progress=progress)

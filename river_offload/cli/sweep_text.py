@@ -16,9 +16,11 @@ if TYPE_CHECKING:
 def print_table(swept: Sweep) -> None:
     """Print the rows, then what has to be known of each method."""
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for heading, justify in (("method", "left"), ("context", "right"), ("peak", "right"), ("paper's way", "right"),
-                             ("published", "right"), ("", "left")):  # fmt: skip
-        table.add_column(heading, justify=justify, no_wrap=True)  # type: ignore[arg-type]
+    table.add_column("method", no_wrap=True)
+    for heading in ("context", "peak", "paper's way", "published"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    if swept.budget_bytes is not None:
+        table.add_column(f"in {format_size(swept.budget_bytes)}", no_wrap=True)
     previous = ""
     for row in swept.rows:
         if previous and row.method != previous:
@@ -34,12 +36,12 @@ def print_table(swept: Sweep) -> None:
 
 def _cells(row: Row, budget_bytes: int | None, *, named: bool) -> list[str]:
     published = "" if row.published_bytes is None else format_size(row.published_bytes)
-    fits = "" if budget_bytes is None or row.peak_device_bytes <= budget_bytes else "over the budget"
+    fits = [] if budget_bytes is None else ["yes" if row.peak_device_bytes <= budget_bytes else "no"]
     return [
         row.method if named else "",
         f"{row.context}",
         format_size(row.peak_device_bytes),
         format_size(row.paper_accounting_bytes),
         published,
-        fits,
+        *fits,
     ]

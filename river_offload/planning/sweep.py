@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from transformers import PretrainedConfig
 
 from policies.types import Mode, Placement
-from river_offload.config import RiverConfig
 from river_offload.errors import UsageError
 from river_offload.planning import paper
+from river_offload.planning.memory_plan import weigh_facts
 from river_offload.planning.methods import Method, note
-from river_offload.planning.model_config import ModelConfig
-from river_offload.planning.sizes import Stored, Weighed, weigh
+from river_offload.planning.model_facts import ModelFacts
+from river_offload.planning.sizes import Weighed
 from river_offload.progress import Progress
-from river_offload.quant.precision import Precision
 from river_offload.structure import Structure
 
 SCHEMA = 1
@@ -82,90 +81,82 @@ class Sweep:
 
 
 def sweep(
-    model: ModelConfig,
-    precision: Precision,
+    facts: ModelFacts,
+    device_type: str,
     *,
-    contexts: Sequence[int],
+    contexts: Sequence[int] | None,
     methods: Sequence[Method],
-    batch: int,
-    budget_bytes: int | None,
     progress: Progress,
-    trust_remote_code: bool = False,
 ) -> Sweep:
-    """Run every method dry at every context. `contexts` are tokens per row, `batch` is rows.
+    """Run every method dry at every context.
+
+    Args:
+        facts: the model; of its options, those that say how it is quantized, for how many rows, and the budget.
+        device_type: what is planned for, "cuda" or "cpu"; it need not be there.
+        contexts: tokens per row; None for 4K to 64K, as far as the model attends.
 
     Raises UsageError for a context beyond what the model attends to, and for a method that it has no layers for.
     """
-    check_contexts(model, contexts)
-    runs = _DryRuns(model, precision, batch, trust_remote_code)
-    weights = paper.Weights.of(runs.structure(0))
+    contexts = _contexts(facts, contexts)
+    weights = paper.Weights.of(facts.structure)
+    runs = _DryRuns(facts, device_type)
     rows = []
     progress.start("planning", len(methods) * len(contexts), "plans")
     try:
         for method in methods:
-            for context in sorted(set(contexts)):
-                rows.append(_row(method, context, runs, weights))
+            for context in contexts:
+                rows.append(_row(method, context, runs, weights, facts.config.batch))
                 progress.advance(1)
     finally:
         progress.finish()
-    layers = len(weights.layers)
-    return Sweep(model.name, layers, batch, precision.device_type, budget_bytes, tuple(rows))
+    config, layers = facts.config, facts.structure.num_layers
+    return Sweep(config.model, layers, config.batch, device_type, config.budget, tuple(rows))
 
 
-def contexts_of(model: ModelConfig) -> tuple[int, ...]:
-    """The usual contexts, as far as the model attends; its own limit when that is below all of them."""
-    limit = _limit(model)
-    return tuple(context for context in DEFAULT_CONTEXTS if limit is None or context <= limit) or (limit or 1,)
-
-
-def check_contexts(model: ModelConfig, contexts: Sequence[int]) -> None:
-    """Raises UsageError for a context beyond what the model attends to."""
-    limit = _limit(model)
-    for context in contexts:
+def _contexts(facts: ModelFacts, asked: Sequence[int] | None) -> list[int]:
+    """In rising order, each once."""
+    limit = getattr(facts.structure.model.config, "max_position_embeddings", None)
+    if asked is None:
+        usual = [context for context in DEFAULT_CONTEXTS if limit is None or context <= limit]
+        return usual or [limit]
+    for context in asked:
         if limit is not None and context > limit:
-            raise UsageError(f"context {context} is more than the {limit} tokens that {model.name} attends to")
-
-
-def _limit(model: ModelConfig) -> int | None:
-    return getattr(model.config, "max_position_embeddings", None)
+            raise UsageError(f"context {context} is more than the {limit} tokens that the model attends to")
+    return sorted(set(asked))
 
 
 class _DryRuns:
     """What models weigh, by what it depends on, so that methods which share it run dry once."""
 
-    def __init__(self, model: ModelConfig, precision: Precision, batch: int, trust_remote_code: bool) -> None:
-        self._model, self._precision = model, precision
-        self.batch, self._trusted = batch, trust_remote_code
-        self._structures: dict[int, Structure] = {}
+    def __init__(self, facts: ModelFacts, device_type: str) -> None:
+        self._facts, self._device_type = facts, device_type
+        self._structures = {0: facts.structure}
         self._weighed: dict[tuple[int, Mode, int], Weighed] = {}
-
-    def structure(self, extra_layers: int) -> Structure:
-        if extra_layers not in self._structures:
-            deeper = _deeper(self._model.config, extra_layers)
-            found = Structure.of(deeper, self._precision.dtype, trust_remote_code=self._trusted)
-            self._structures[extra_layers] = found
-        return self._structures[extra_layers]
 
     def weighed(self, method: Method, context: int) -> Weighed:
         key = (method.extra_layers, method.mode, context)
         if key not in self._weighed:
-            structure = self.structure(method.extra_layers)
-            stored = Stored.in_dtype(structure, self._model.dtype, self._precision.dtype)
-            config = RiverConfig(
-                model=self._model.name, context=context, batch=self.batch, trust_remote_code=self._trusted
-            )
-            self._weighed[key] = weigh(structure, self._precision, config, (method.mode,), stored)
+            config = replace(self._facts.config, context=context, mode=str(method.mode))
+            facts = replace(self._facts, config=config, structure=self._structure(method.extra_layers))
+            self._weighed[key], _ = weigh_facts(facts, self._device_type)
         return self._weighed[key]
 
+    def _structure(self, extra_layers: int) -> Structure:
+        if extra_layers not in self._structures:
+            deeper = _deeper(self._facts.structure.model.config, extra_layers)
+            trusted = self._facts.config.trust_remote_code
+            self._structures[extra_layers] = Structure.of(deeper, self._facts.dtype, trust_remote_code=trusted)
+        return self._structures[extra_layers]
 
-def _row(method: Method, context: int, runs: _DryRuns, weights: paper.Weights) -> Row:
+
+def _row(method: Method, context: int, runs: _DryRuns, weights: paper.Weights, batch: int) -> Row:
     weighed = runs.weighed(method, context)
     placement = method.place(weighed.sizes)
     categories, kv_bytes = weighed.categories(placement), weighed.sizes.kv_bytes
     if method.kind == "ee-llm":
         categories["other"] += paper.ee_llm_bytes(weights, kv_bytes) - paper.backbone_bytes(weights, kv_bytes)
     paper_method = method.kind if method.resident_layers in (None, paper.RIVER_RESIDENT_LAYERS) else method.name
-    published = paper.published_bytes(paper_method, context, weights, batch=runs.batch)
+    published = paper.published_bytes(paper_method, context, weights, batch=batch)
     return Row(
         method=method.name,
         context=context,
