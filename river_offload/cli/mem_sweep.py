@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from policies.prefill import FULL_SPEED_TOKENS
 from river_offload.cli.files import require_writable, write_whole
 from river_offload.cli.options import ShowOptions, flag, with_options
 from river_offload.cli.report import print_json
@@ -58,6 +59,11 @@ class SweepOptions:
     head_bits: Annotated[
         int, _option("--head-bits", "N", "Sweep", "Bits of an untied LM head. [dim]Default: 16.[/dim]")
     ] = RiverConfig.head_bits
+    prefill_chunk: Annotated[
+        int | None,
+        _option("--prefill-chunk", "N", "Sweep", "Prompt tokens that a layer reads at once. [dim]Default: "
+                f"{FULL_SPEED_TOKENS}.[/dim]"),
+    ] = None  # fmt: skip
     device: Annotated[
         str, _option("--device", "D", "Sweep", "Plan for cuda or cpu, there or not. [dim]Default: cuda.[/dim]")
     ] = "cuda"
@@ -87,6 +93,7 @@ class SweepOptions:
             budget=self.budget,
             batch=self.batch,
             context=1,  # each row has its own; this one suits every model
+            prefill_chunk=self.prefill_chunk,
             head_bits=self.head_bits,
             quant=QuantConfig(bits=self.bits, group_size=self.group_size),
             trust_remote_code=self.trust_remote_code,

@@ -9,12 +9,15 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
+from policies.prefill import FULL_SPEED_TOKENS
 from policies.types import Mode, Placement
+from river_offload.attention import why_whole
 from river_offload.errors import UsageError
 from river_offload.planning import paper
 from river_offload.planning.memory_plan import weigh_facts
 from river_offload.planning.methods import Method, note
 from river_offload.planning.model_facts import ModelFacts
+from river_offload.planning.plan import check_options
 from river_offload.planning.sizes import Weighed
 from river_offload.progress import Progress
 from river_offload.structure import Structure
@@ -40,7 +43,7 @@ class Row:
 
     def as_json(self, budget_bytes: int | None) -> dict[str, Any]:
         """A row of the JSON. `fits` is null without a budget."""
-        names = ("resident_layers", "streamed_layers", "river_layers", "slots", "embed_tier")
+        names = ("resident_layers", "streamed_layers", "river_layers", "slots", "embed_tier", "prefill_chunk")
         placed = {name: getattr(self.placement, name) for name in names}
         return {
             "method": self.method,
@@ -95,9 +98,11 @@ def sweep(
         device_type: what is planned for, "cuda" or "cpu"; it need not be there.
         contexts: tokens per row; None for 4K to 64K, as far as the model attends.
 
-    Raises UsageError for a context beyond what the model attends to, and for a method that it has no layers for.
+    Prompts are read in chunks of `facts.config.prefill_chunk`, where that is None in the shortest ones that cost no
+    speed. Raises UsageError for a context beyond what the model attends to, and for a method it has no layers for.
     """
     contexts = _contexts(facts, contexts)
+    check_options(replace(facts.config, context=contexts[-1]), facts.structure)
     weights = paper.Weights.of(facts.structure)
     runs = _DryRuns(facts, device_type)
     rows = []
@@ -130,15 +135,17 @@ class _DryRuns:
 
     def __init__(self, facts: ModelFacts, device_type: str) -> None:
         self._facts, self._device_type = facts, device_type
+        whole = why_whole(facts.structure.decoder) is not None
+        self._chunk = facts.config.prefill_chunk or (None if whole else FULL_SPEED_TOKENS)
         self._structures = {0: facts.structure}
         self._weighed: dict[tuple[int, Mode, int], Weighed] = {}
 
     def weighed(self, method: Method, context: int) -> Weighed:
         key = (method.extra_layers, method.mode, context)
         if key not in self._weighed:
-            config = replace(self._facts.config, context=context, mode=str(method.mode))
+            config = replace(self._facts.config, context=context, mode=str(method.mode), prefill_chunk=self._chunk)
             facts = replace(self._facts, config=config, structure=self._structure(method.extra_layers))
-            self._weighed[key], _ = weigh_facts(facts, self._device_type)
+            self._weighed[key], _ = weigh_facts(self._device_type, facts)
         return self._weighed[key]
 
     def _structure(self, extra_layers: int) -> Structure:
@@ -151,7 +158,7 @@ class _DryRuns:
 
 def _row(method: Method, context: int, runs: _DryRuns, weights: paper.Weights, batch: int) -> Row:
     weighed = runs.weighed(method, context)
-    placement = method.place(weighed.sizes)
+    placement = replace(method.place(weighed.sizes), prefill_chunk=weighed.prefill_chunk)
     categories, kv_bytes = weighed.categories(placement), weighed.sizes.kv_bytes
     if method.kind == "ee-llm":
         categories["other"] += paper.ee_llm_bytes(weights, kv_bytes) - paper.backbone_bytes(weights, kv_bytes)
