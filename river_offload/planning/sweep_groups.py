@@ -8,7 +8,7 @@ GROUPS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("full", "full-precision layers", ("backbone",)),
     ("buffers", "streaming buffers", ("slots", "staging")),
     ("river", "exit river", ("river", "river_packed", "river_scales", "river_zeros", "river_full_precision")),
-    ("outside", "embedding, head, norms", ("embedding", "head", "norms", "other")),
+    ("outside", "embedding, head, other", ("embedding", "head", "norms", "other")),
     ("kv", "KV cache", ("kv",)),
     ("working", "working memory", ()),
 )

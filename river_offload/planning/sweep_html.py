@@ -56,6 +56,8 @@ def write_page(swept: Sweep, path: Path) -> None:
 
 def _facts(swept: Sweep) -> str:
     parts = [f"{swept.num_layers} layers", f"batch {swept.batch}", f"planned for {swept.device_type}"]
+    chunks = {row.placement.prefill_chunk for row in swept.rows} - {None}
+    parts += [f"prompts in chunks of {', '.join(f'{chunk}' for chunk in chunks)}"] if chunks else []
     if swept.budget_bytes is not None:
         unit_bytes, unit = unit_for(swept.budget_bytes)
         parts.append(f"budget {number(swept.budget_bytes, unit_bytes)} {unit}")

@@ -46,11 +46,7 @@ def draw(swept: Sweep, path: Path, kind: str) -> None:
         _line(axes, [row for row in swept.rows if row.method == name], unit_bytes)
     _dress(axes, contexts, unit)
     if swept.budget_bytes is not None:
-        height = swept.budget_bytes / unit_bytes
-        axes.axhline(height, color=_BUDGET, linewidth=1.2, linestyle=(0, (5, 3)))
-        said = f"budget {number(swept.budget_bytes, unit_bytes)} {unit}"
-        axes.annotate(said, (0.01, height), color=_BUDGET, fontsize=9, xycoords=("axes fraction", "data"),
-                      xytext=(0, 4), textcoords="offset points")  # fmt: skip
+        axes.axhline(swept.budget_bytes / unit_bytes, color=_BUDGET, linewidth=1.2, linestyle=(0, (5, 3)))
     _labels(axes, swept, contexts[-1], unit_bytes)
     stated = " · open diamonds: published" if any(row.published_bytes for row in swept.rows) else ""
     axes.set_title(f"{swept.model}: peak device memory, {unit}{stated}", loc="left", fontsize=11, color=_INK, pad=10)
@@ -84,6 +80,7 @@ def _line(axes: Axes, rows: list[Row], unit_bytes: int) -> None:
 
 def _dress(axes: Axes, contexts: list[int], unit: str) -> None:
     axes.set_xscale("log", base=2)
+    axes.set_xlim(contexts[0] / 1.1, contexts[-1] * 1.1)
     axes.set_xticks(contexts, [tokens(context) for context in contexts], minor=False)
     axes.minorticks_off()
     axes.set_ylim(bottom=0)
@@ -96,13 +93,15 @@ def _dress(axes: Axes, contexts: list[int], unit: str) -> None:
 
 
 def _labels(axes: Axes, swept: Sweep, longest: int, unit_bytes: int) -> None:
-    """Each method's name at the end of its line, pushed apart where lines meet."""
-    rows = [row for row in swept.rows if row.context == longest]
-    heights = [row.peak_device_bytes / unit_bytes for row in rows]
+    """The name of each method and of the budget at the end of its line, pushed apart where lines meet."""
+    named = [(row.method, METHOD_COLORS[kind_of(row.method)], row.peak_device_bytes) for row in swept.rows
+             if row.context == longest]  # fmt: skip
+    named += [] if swept.budget_bytes is None else [("budget", _BUDGET, swept.budget_bytes)]
+    heights = [size_bytes / unit_bytes for _, _, size_bytes in named]
     low, high = axes.get_ylim()
     points_per_unit = 72 * _SIZE_INCHES[1] * 0.8 / (high - low)
     placed = spread(heights, _LABEL_POINTS / points_per_unit, low, high)
-    for row, height, place in zip(rows, heights, placed, strict=True):
-        axes.annotate(f"{row.method} {number(row.peak_device_bytes, unit_bytes)}", (longest, height),
-                      xytext=(10, (place - height) * points_per_unit), textcoords="offset points", va="center",
-                      fontsize=9, color=METHOD_COLORS[kind_of(row.method)], annotation_clip=False)  # fmt: skip
+    for (name, color, size_bytes), height, place in zip(named, heights, placed, strict=True):
+        axes.annotate(f"{name} {number(size_bytes, unit_bytes)}", (1, height), xytext=(4, (place - height) *
+                      points_per_unit), xycoords=("axes fraction", "data"), textcoords="offset points", va="center",
+                      fontsize=9, color=color, annotation_clip=False)  # fmt: skip
