@@ -120,12 +120,11 @@ def sweep(
 
 def _contexts(facts: ModelFacts, asked: Sequence[int] | None) -> list[int]:
     """In rising order, each once."""
-    limit = getattr(facts.structure.model.config, "max_position_embeddings", None)
+    limit: int | None = getattr(facts.structure.model.config, "max_position_embeddings", None)
     if asked is None:
-        usual = [context for context in DEFAULT_CONTEXTS if limit is None or context <= limit]
-        return usual or [limit]
+        return [context for context in DEFAULT_CONTEXTS if not limit or context <= limit] or [limit or 1]
     for context in asked:
-        if limit is not None and context > limit:
+        if limit and context > limit:
             raise UsageError(f"context {context} is more than the {limit} tokens that the model attends to")
     return sorted(set(asked))
 

@@ -18,7 +18,7 @@ def placement(layers: int, resident: int, river_from: int, chunk: int | None = 5
 
 
 def row(method: str, context: int, scale: float = 1.0, published: int | None = None, layers: int = 4) -> Row:
-    categories = {"backbone": 3 * GIB, "river_packed": GIB, "kv": context * 65536, "mask": 0, "logits": 7 * MIB}
+    categories = {"backbone": 3 * GIB, "river_packed": GIB, "kv": context * 65536, "mask": 5 * MIB, "logits": 7 * MIB}
     categories = {name: round(scale * size) for name, size in categories.items()}
     resident = {"backbone": layers, "balcony": layers, "river": 0}.get(method, 3)
     return Row(

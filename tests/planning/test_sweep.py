@@ -84,6 +84,7 @@ def test_a_row_is_what_a_plan_says(tiny):
         config = replace(tiny.config, mode=mode, context=64, slots=1, budget=row.peak_device_bytes)
         planned = plan_for(replace(tiny, config=config), device_type="cuda")
         assert planned.fits
+        assert row.placement.embed_tier == ("host" if mode == "exit" else "device")
         assert planned.categories == row.categories
         if mode == "exit":
             refused = planned.weighed.place(config, (Mode("exit"),), row.peak_device_bytes - 1)
