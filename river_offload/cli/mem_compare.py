@@ -17,7 +17,7 @@ from river_offload.config import format_size
 from river_offload.planning.compare import Account, Comparison, Difference, read_account
 from river_offload.planning.compare import compare as compare_accounts
 
-_KINDS = {"plan": "planned", "measure": "measured"}
+_KINDS = {"plan": "planned", "run": "measured"}
 
 
 def _file(metavar: str, help: str) -> Any:

@@ -21,7 +21,7 @@ class Account:
 
     file: str
     kind: str
-    """"plan" or "measure", of which the measured half counts."""
+    """"plan", or "run", of which the measured half counts."""
     facts: Mapping[str, Any]
     peak_device_bytes: int
     categories: Mapping[str, int]
@@ -93,7 +93,7 @@ def read_account(file: str) -> Account:
         raise UsageError(
             f"{file} has schema {found.get('schema')!r}, this version reads {SCHEMA}: write it again with this version"
         )
-    if kind not in ("plan", "measure"):
+    if kind not in ("plan", "run"):
         raise UsageError(f"{file} is a {kind}: compare takes what river-mem plan --json or measure --json wrote")
     counted = found if kind == "plan" else found.get("measured")
     peak_bytes, categories = _counts(file, counted)

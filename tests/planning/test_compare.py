@@ -40,7 +40,7 @@ def test_the_biggest_difference_comes_first_whatever_its_sign(write):
 
 
 def test_of_a_measurement_the_measured_half_counts(write):
-    plan, run = read_account(write("a", account(kv=10))), read_account(write("b", account("measure", kv=11, peak=70)))
+    plan, run = read_account(write("a", account(kv=10))), read_account(write("b", account("run", kv=11, peak=70)))
     assert compare(plan, run).differences[0].difference_bytes == 1
     assert compare(run, run).peak.difference_bytes == 0
     assert run.peak_device_bytes == 70
@@ -69,7 +69,7 @@ def test_other_models_and_contexts_are_told(write):
         ({"schema": 1, "kind": "sweep", "rows": []}, "is a sweep: compare takes"),
         (account(peak=1.5, kv=1), "peak_device_bytes is 1.5"),
         (account(kv="much"), "categories is"),
-        ({"schema": 1, "kind": "measure", "planned": {}}, "peak_device_bytes is None"),
+        ({"schema": 1, "kind": "run", "planned": {}}, "peak_device_bytes is None"),
     ],
 )
 def test_wrong_files_are_refused(write, value, message):
