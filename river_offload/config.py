@@ -119,8 +119,10 @@ class RiverConfig:
     """None for `default_cache_dir()`."""
     slots: int = 2
     prefetch: str = "next"
-    """What the link does ahead of need: nothing (`none`), the coming layers in order (`next`), or those that a
-    predictor of the exit holds for likely (`predicted`)."""
+    """What the link does ahead of need: nothing (`none`), the coming layers in order (`next`), those that a predictor
+    of the exit holds for likely (`predicted`), or the right ones (`oracle`: where exits are forced)."""
+    link_limit: int | None = None
+    """Bytes a second that streamed layers come at most: what a slower disk would do. CPU only; None for no limit."""
     on_miss: str = "wait"
     """What a passage does about a layer that is not there: `wait`, or `exit` to the river, in mode exit."""
     also_modes: tuple[str, ...] = ()
@@ -148,7 +150,9 @@ class RiverConfig:
             raise _wrong("quant", self.quant, "a QuantConfig or a table")
         if not isinstance(self.device, str) or not re.fullmatch(r"auto|cpu|cuda(:[0-9]+)?", self.device):
             raise _wrong("device", self.device, "auto, cpu, cuda or cuda:N")
-        _require_one_of("prefetch", self.prefetch, ("none", "next", "predicted"))
+        _require_one_of("prefetch", self.prefetch, ("none", "next", "predicted", "oracle"))
+        if self.link_limit is not None:
+            _require_positive("link_limit", self.link_limit)
         _require_one_of("on_miss", self.on_miss, ("wait", "exit"))
         if self.on_miss == "exit" and "exit" not in (self.mode, *self.also_modes):
             raise UsageError(f"on_miss=exit has no effect in mode {self.mode}: only mode exit may leave earlier")
@@ -188,6 +192,7 @@ class RiverConfig:
             "model": lambda value: str(value) if isinstance(value, Path) else value,
             "budget": lambda value: _read_size("budget", value),
             "host_budget": lambda value: _read_size("host_budget", value),
+            "link_limit": lambda value: _read_size("link_limit", value),
             "quant": _read_quant,
             "cache_dir": lambda value: _expand_home(value) if isinstance(value, str) and value else value,
             "also_modes": lambda value: tuple(value) if isinstance(value, list) else value,

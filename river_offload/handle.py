@@ -17,6 +17,7 @@ from river_offload.config import RiverConfig, check_mode, check_option
 from river_offload.errors import ContextError, ModeError, UsageError, not_possible
 from river_offload.kv.cache import SharedCache
 from river_offload.passage import Flow
+from river_offload.store.store import Store
 from river_offload.trace import PassageRecord, Trace
 
 
@@ -82,6 +83,11 @@ class River:
         return self._flow.trace
 
     @property
+    def store(self) -> Store:
+        """Lends backbone layers, and knows how long that takes."""
+        return self._flow.store
+
+    @property
     def num_layers(self) -> int:
         return self._flow.rule.num_layers
 
@@ -130,6 +136,7 @@ class River:
             yield self
         finally:
             self._flow.rule = before
+            self._flow.store.foretell(None)
 
     def new_cache(self, max_tokens: int | None = None) -> SharedCache:
         """An empty KV cache to keep over several calls, as `past_key_values` of `generate`. The plan holds one.
@@ -264,6 +271,7 @@ class River:
         self._flow.rule = ForcedExits(
             Mode("exit"), rule.tau, rule.min_exit, layers, depths, first_passage=len(self.trace.records)
         )
+        self._flow.store.foretell(depths)
 
     def _built(self, text: str) -> Mode:
         """The mode, if every layer that it may reach is there."""

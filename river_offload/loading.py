@@ -47,6 +47,7 @@ def load(
     cache_dir: str | Path | None = None,
     slots: int = 2,
     prefetch: str = "next",
+    link_limit: str | int | None = None,
     on_miss: str = "wait",
     also_modes: tuple[str, ...] = (),
     trust_remote_code: bool = False,
@@ -72,7 +73,9 @@ def load(
         dtype: "auto" computes in the checkpoint's own.
         cache_dir: where built rivers and unpacked GGUF files are kept.
         slots: device buffers that streamed layers pass through.
-        prefetch: "none", "next" (the coming layers, in order) or "predicted" (those a predictor holds for likely).
+        prefetch: "none", "next" (the coming layers, in order), "predicted" (those a predictor holds for likely) or
+            "oracle" (what forced depths will need).
+        link_limit: bytes a second that streamed layers come at most ("500MB"): what a slower disk would do. CPU only.
         on_miss: "wait" for a layer that is not there, or "exit" to the river at once (in mode exit).
         also_modes: modes whose parts are built too, so that the loaded model can switch to them.
         trust_remote_code: run model code that comes with the checkpoint.
@@ -104,6 +107,7 @@ def load(
         cache_dir=cache_dir,
         slots=slots,
         prefetch=prefetch,
+        link_limit=link_limit,
         on_miss=on_miss,
         also_modes=also_modes,
         trust_remote_code=trust_remote_code,
@@ -140,6 +144,7 @@ def _assemble(plan: Plan, progress: Progress) -> PreTrainedModel:
         if streaming.link is not None:
             undo.callback(streaming.link.close)
         flow = _fill(plan, disk, streaming, progress)
+        disk.reader.limit = plan.config.link_limit  # from here on: loading is as quick as it can be
         if streaming.link is None:
             disk.close()  # all is read
         undo.pop_all()
@@ -154,7 +159,7 @@ def _fill(plan: Plan, disk: DiskTier, streaming: Streaming, progress: Progress) 
         placement,
         _parts(plan, disk, progress),
         rule=ExitRule(placement.mode, config.tau, config.min_exit, structure.num_layers),
-        trace=Trace(structure.num_layers),
+        trace=Trace(structure.num_layers, about=_about(config)),
         device=plan.device,
         slots=streaming.slots,
         link=streaming.link,
@@ -162,6 +167,11 @@ def _fill(plan: Plan, disk: DiskTier, streaming: Streaming, progress: Progress) 
         prefetcher=streaming.prefetcher,
         on_miss="exit" if config.on_miss == "exit" else "wait",
     )
+
+
+def _about(config: RiverConfig) -> dict[str, Any]:
+    """What the head of a trace says of the run."""
+    return {"model": config.model, "mode": config.mode, "tau": config.tau, "min_exit": config.min_exit}
 
 
 def _handled(plan: Plan, flow: Flow, streaming: Streaming, kernels: dict[str, Any]) -> PreTrainedModel:

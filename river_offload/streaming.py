@@ -52,7 +52,7 @@ def open_streaming(plan: Plan, disk: DiskTier, layouts: list[Layout]) -> Streami
     )
     if not layers:
         return Streaming(slots, None, {}, None, None, lambda: 0)
-    prefetcher = _prefetcher(plan.config, len(layouts))
+    prefetcher = make_prefetcher(plan.config, len(layouts))
     if plan.device.type == "cpu":
         sizes = {layer: disk.stored_bytes(layer) for layer in layers}
         return Streaming(slots, CpuLink(disk, slots), sizes, prefetcher, None, lambda: disk.reader.nbytes)
@@ -92,8 +92,10 @@ def open_cuda_link(
     return CudaLink(source, slots, sizes, device, cuda=cuda), memory
 
 
-def _prefetcher(config: RiverConfig, num_layers: int) -> Prefetcher:
+def make_prefetcher(config: RiverConfig, num_layers: int) -> Prefetcher:
+    """What decides for the link, of the kind that `config` asks for; it has learned nothing yet."""
     kind = next(kind for kind in KINDS if kind == config.prefetch)
+    learner = "next" if kind == "oracle" else kind  # an oracle is told, with each forced run
     return Prefetcher(
-        kind, lambda tau: forecast_of(kind, num_layers, tau=tau, min_exit=config.min_exit), tau=config.tau
+        kind, lambda tau: forecast_of(learner, num_layers, tau=tau, min_exit=config.min_exit), tau=config.tau
     )

@@ -47,6 +47,8 @@ class PassageRecord:
     """Layers that were needed and not there: waited for, or left for the river."""
     wasted_bytes: int = 0
     """Bytes known by now to have come in vain: overwritten unused, or called off half-way."""
+    copy_s: float | None = None
+    """Seconds in which the link was copying since the passage before; None in traces that do not know."""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values; a signal that is not finite becomes null, since JSON knows no NaN."""
@@ -167,6 +169,7 @@ _EXPECTED: dict[str, tuple[str, Callable[[object], bool]]] = {
     "mode": ("the name of a mode", lambda value: isinstance(value, str)),
     "signals": ("a list of numbers", _is_signals),
     "wait_s": ("a number of seconds", _is_number),
+    "copy_s": ("a number of seconds or nothing", lambda value: value is None or _is_number(value)),
     "seconds": ("a number of seconds", _is_number),
 }
 """What a field of a record holds, where it is no count."""
