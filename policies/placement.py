@@ -8,6 +8,7 @@ exact by construction.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from policies.types import EmbedTier, Mode, ModelSizes, Placement, Refusal
 
@@ -20,6 +21,7 @@ def place(
     budget_bytes: int,
     also_modes: Sequence[Mode] = (),
     slots: int = 2,
+    prefill_chunk: int | None = None,
 ) -> Placement | Refusal:
     """Decide what rests on the device within `budget_bytes`.
 
@@ -30,13 +32,16 @@ def place(
 
     A larger budget never gives a worse placement: first in the number of resident layers, then in whether the embedding
     is on the device. Raises ValueError when `slots` is less than 1.
+
+    Args:
+        prefill_chunk: what the sizes were measured with.
     """
     if slots < 1:
         raise ValueError(f"slots is {slots}: a streamed layer needs at least 1")
     candidates = list(_candidates(sizes, (mode, *also_modes), min_exit, budget_bytes, slots))
     for candidate in candidates:
         if candidate.planned_bytes <= budget_bytes:
-            return candidate
+            return replace(candidate, prefill_chunk=prefill_chunk)
     smallest = _cheapest(candidates)
     return Refusal(
         budget_bytes=budget_bytes,
@@ -45,6 +50,22 @@ def place(
         largest_term=max(smallest.terms, key=smallest.terms.__getitem__),
         advice=(*_cheaper_parts(smallest, sizes), *_cheaper_modes(smallest, sizes, slots)),
     )
+
+
+def smallest(sizes: ModelSizes, *, mode: Mode, min_exit: int, resident_layers: int = 0, slots: int = 1) -> Placement:
+    """The placement that needs least of all those with that many resident layers; its budget is what it needs.
+
+    Raises ValueError when the mode has fewer backbone layers than that.
+    """
+    candidates = [
+        candidate
+        for candidate in _candidates(sizes, (mode,), min_exit, 0, slots)
+        if len(candidate.resident_layers) == resident_layers
+    ]
+    if not candidates:
+        raise ValueError(f"{resident_layers} resident layers: mode {mode} has fewer of {sizes.num_layers}")
+    found = _cheapest(candidates)
+    return replace(found, budget_bytes=found.planned_bytes)
 
 
 def _candidates(

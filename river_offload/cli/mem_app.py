@@ -10,8 +10,10 @@ try:
 
     from river_offload._version import __version__
     from river_offload.cli.help import Command, Group
+    from river_offload.cli.mem_compare import compare
     from river_offload.cli.mem_measure import measure
     from river_offload.cli.mem_plan import plan
+    from river_offload.cli.mem_sweep import sweep
     from river_offload.cli.options import flag
     from river_offload.cli.streams import OutputError, guard_standard_streams
     from river_offload.cli.terminal import INTERRUPTED, Terminal
@@ -34,6 +36,8 @@ app = typer.Typer(
 )
 app.command(cls=Command)(plan)
 app.command(cls=Command)(measure)
+app.command(cls=Command)(sweep)
+app.command(cls=Command)(compare)
 
 
 def _show_version(wanted: bool) -> None:

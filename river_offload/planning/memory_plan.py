@@ -20,7 +20,7 @@ from river_offload.planning.constants import device_constants
 from river_offload.planning.dry_run import Needs
 from river_offload.planning.model_facts import ModelFacts, find_model
 from river_offload.planning.remedies import Remedies, find_remedies
-from river_offload.planning.sizes import Weighed, weigh
+from river_offload.planning.sizes import Weighed, weigh, weigh_within
 from river_offload.planning.speed import Speed, estimate_speed
 from river_offload.progress import Progress, Silent
 from river_offload.quant.kernels import Blocks, ordered
@@ -154,13 +154,15 @@ def plan_for(
     facts: ModelFacts, *, device_type: str, profile: HardwareProfile | None = None, mean_depth: float | None = None
 ) -> MemoryPlan:
     """`plan_memory` of a model that was looked up; `facts.config` has the options."""
-    config = facts.config
-    weighed, modes = weigh_facts(device_type, facts)
+    config, structure = facts.config, facts.structure
     constants = device_constants(device_type, profile)
     budget_bytes, budget_source = _budget(config, device_type, profile, constants)
+    modes, precision = _modes(facts), _precision(facts, device_type)
+    weighed = weigh_within(budget_bytes, structure, precision, config, modes, facts.stored)
     placement, remedies = weighed.place(config, modes, budget_bytes), None
     if isinstance(placement, Refusal):
-        remedies = find_remedies(facts, weighed, placement, functools.partial(weigh_facts, device_type))
+        chunked = replace(facts, config=replace(config, prefill_chunk=weighed.prefill_chunk or config.context))
+        remedies = find_remedies(chunked, weighed, placement, functools.partial(weigh_facts, device_type))
         smallest = weighed.place(config, modes, placement.needed_bytes)
         assert isinstance(smallest, Placement), "a refusal quotes a budget that is refused"
         placement = replace(smallest, budget_bytes=budget_bytes)
@@ -187,9 +189,13 @@ def weigh_facts(device_type: str, facts: ModelFacts, needs: Needs | None = None)
 
     Returns also its modes, the one it starts in first.
     """
-    config, structure = facts.config, facts.structure
-    modes = tuple(check_mode(text, structure.num_layers) for text in (config.mode, *config.also_modes))
-    return weigh(structure, _precision(facts, device_type), config, modes, facts.stored, needs), modes
+    modes = _modes(facts)
+    return weigh(facts.structure, _precision(facts, device_type), facts.config, modes, facts.stored, needs), modes
+
+
+def _modes(facts: ModelFacts) -> tuple[Mode, ...]:
+    config = facts.config
+    return tuple(check_mode(text, facts.structure.num_layers) for text in (config.mode, *config.also_modes))
 
 
 def _precision(facts: ModelFacts, device_type: str) -> Precision:

@@ -12,13 +12,14 @@ import torch
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PretrainedConfig
 
 from policies.types import Placement, Refusal
+from river_offload.attention import why_whole
 from river_offload.checkpoint.reading import reading, require_json
 from river_offload.checkpoint.safetensors_files import Checkpoint
 from river_offload.checkpoint.source import resolve
 from river_offload.config import RiverConfig, check_mode, default_cache_dir, format_size
 from river_offload.errors import BudgetError, CheckpointError, UsageError
 from river_offload.memory.probes import free_device_bytes
-from river_offload.planning.sizes import Stored, Weighed, weigh
+from river_offload.planning.sizes import Stored, Weighed, weigh_within
 from river_offload.progress import Progress
 from river_offload.quant.hqq import fitting
 from river_offload.quant.kernels import ordered
@@ -75,10 +76,11 @@ def make_plan(config: RiverConfig, progress: Progress) -> Plan:
             device_type=device.type,
             kernels=ordered(cache_dir),
         )
-        weighed = weigh(structure, precision, config, modes, stored_layers(checkpoint, structure, keys, dtype))
         budget_bytes, budget_source = config.budget, "given"
         if budget_bytes is None:
             budget_bytes, budget_source = free_device_bytes(device)
+        stored = stored_layers(checkpoint, structure, keys, dtype)
+        weighed = weigh_within(budget_bytes, structure, precision, config, modes, stored)
         placement = weighed.place(config, modes, budget_bytes)
         if isinstance(placement, Refusal):
             raise _does_not_fit(placement, config)
@@ -160,6 +162,9 @@ def check_options(config: RiverConfig, structure: Structure) -> None:
     """Options that could not take effect on this model."""
     if config.min_exit > structure.num_layers:
         raise UsageError(f"min_exit is {config.min_exit}, the model has {structure.num_layers} layers")
+    chunk = config.prefill_chunk
+    if chunk is not None and chunk < config.context and (reason := why_whole(structure.decoder)):
+        raise UsageError(f"prefill_chunk={chunk} is not possible with this model: {reason}")
     if config.head_bits < 16:
         head, wish = structure.head, f"head_bits={config.head_bits}"
         if structure.head_name in structure.tied:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from policies.placement import place
+from policies.prefill import place_with_chunk
 from policies.types import EmbedTier, Mode, ModelSizes, Placement, Refusal
+from river_offload.attention import why_whole
 from river_offload.config import RiverConfig
 from river_offload.memory.categories import CATEGORIES
 from river_offload.planning.dry_run import Needs, dry_run
@@ -44,6 +46,8 @@ class Weighed:
     needs: Needs
     river_parts: tuple[Mapping[str, int], ...]
     """One entry per layer: bytes of its quantized linears by category."""
+    prefill_chunk: int | None
+    """Tokens of a prompt that a layer reads at once in what was weighed; None for all of them."""
 
     def place(self, config: RiverConfig, modes: tuple[Mode, ...], budget_bytes: int) -> Placement | Refusal:
         """Decide for the options of `config`; `modes` are its mode and its also_modes."""
@@ -54,6 +58,7 @@ class Weighed:
             min_exit=config.min_exit,
             budget_bytes=budget_bytes,
             slots=config.slots,
+            prefill_chunk=self.prefill_chunk,
         )
 
     def categories(self, placement: Placement) -> dict[str, int]:
@@ -74,17 +79,44 @@ def weigh(
     stored: Stored,
     needs: Needs | None = None,
 ) -> Weighed:
-    """Run the model dry, unless its `needs` are known, and weigh its parts. Takes no weights."""
+    """Run the model dry, unless its `needs` are known, and weigh its parts. Takes no weights.
+
+    Prompts are read in chunks of `config.prefill_chunk`, whole where that is None.
+    """
+    chunk = config.prefill_chunk if config.prefill_chunk is not None and config.prefill_chunk < config.context else None
     needs = needs or dry_run(
         structure.model.config,
         precision,
         context=config.context,
         batch=config.batch,
         modes=modes,
+        prefill_chunk=chunk,
         trust_remote_code=config.trust_remote_code,
     )
     parts = tuple(precision.river_parts(layer) for layer in structure.layers)
-    return Weighed(model_sizes(structure, needs, precision, stored), needs, parts)
+    return Weighed(model_sizes(structure, needs, precision, stored), needs, parts, chunk)
+
+
+def weigh_within(
+    budget_bytes: int,
+    structure: Structure,
+    precision: Precision,
+    config: RiverConfig,
+    modes: tuple[Mode, ...],
+    stored: Stored,
+) -> Weighed:
+    """Weigh a model for the chunk that `config` names, or for the one that serves best within the budget."""
+    tried: list[tuple[Weighed, Placement | Refusal]] = []
+
+    def place_chunk(chunk: int | None) -> Placement | Refusal:
+        weighed = weigh(structure, precision, replace(config, prefill_chunk=chunk), modes, stored)
+        tried.append((weighed, weighed.place(config, modes, budget_bytes)))
+        return tried[-1][1]
+
+    if config.prefill_chunk is not None or why_whole(structure.decoder):
+        return weigh(structure, precision, config, modes, stored)
+    best = place_with_chunk(place_chunk, config.context)
+    return next(weighed for weighed, placed in tried if placed is best)
 
 
 def model_sizes(
