@@ -83,7 +83,7 @@ def _unlimited(reason: str) -> ContainerMemory:
 
 
 def _groups(root: Path, lines: list[str]) -> Iterator[_Group]:
-    """The groups at and above the process, innermost first."""
+    """The groups at and above the process, innermost first; some may not be mounted here."""
     for line in lines:
         _, controllers, path = line.split(":", 2)
         if controllers == "":
@@ -92,10 +92,8 @@ def _groups(root: Path, lines: list[str]) -> Iterator[_Group]:
             base, version = root / "memory", 1
         else:
             continue
-        directory = base / path.lstrip("/")
         # Inside a container the path may be the host's: then only the mount's own root exists, the container's group.
-        while directory != base and not directory.exists():
-            directory = directory.parent
+        directory = base / path.lstrip("/")
         while directory != base:
             yield _Group(directory, version)
             directory = directory.parent

@@ -38,6 +38,14 @@ def test_the_tightest_limit_above_the_group_counts(tmp_path: Path, membership: P
     assert (found.group, found.free.value) == (str(tmp_path / "outer/inner"), 5 * MIB)
 
 
+def test_a_smaller_limit_may_leave_more(tmp_path: Path, membership: Path) -> None:
+    membership.write_text("0::/outer/inner\n")
+    write(tmp_path / "outer", memory__max=str(100 * MIB), memory__current=str(95 * MIB))
+    write(tmp_path / "outer/inner", memory__max=str(50 * MIB), memory__current=str(20 * MIB))
+    found = container_memory(tmp_path, membership)
+    assert (found.limit.value, found.free.value) == (100 * MIB, 5 * MIB)
+
+
 def test_version_one_and_its_huge_default(tmp_path: Path, membership: Path) -> None:
     membership.write_text("7:cpu,cpuacct:/x\n4:memory:/docker/abc\n")
     names = {"memory__limit_in_bytes": str((1 << 63) - 4096), "memory__usage_in_bytes": "5"}
