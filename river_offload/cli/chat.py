@@ -22,7 +22,7 @@ from river_offload.cli.streams import require_stdin, require_stdout, unreadable
 from river_offload.cli.terminal import Terminal, boundary
 from river_offload.cli.transcript import Transcript, has_template
 from river_offload.cli.turn import StopOnInterrupt, ToStdout, discard, run_turn, seed
-from river_offload.cli.watch import WatchOptions, watching
+from river_offload.cli.watch import Unwatched, Watch, WatchOptions, watching
 from river_offload.errors import ContextError, UsageError
 
 _PROMPT = "> "
@@ -76,7 +76,7 @@ def _answer(
     sampling: SamplingOptions,
     output: OutputOptions,
     terminal: Terminal,
-    watched: contextlib.AbstractContextManager[object],
+    watched: Watch | Unwatched,
 ) -> None:
     """One turn. What the user can mend (a full context, a refused message) is said and the conversation goes on."""
     try:
@@ -89,7 +89,7 @@ def _answer(
             )
         limit = min(sampling.max_new_tokens or CHAT_NEW_TOKENS, room)
         with watched, ToStdout() as stdout, StopOnInterrupt() as stop:
-            sink = discard if output.as_json else stdout
+            sink = discard if output.as_json else watched.beside(stdout)
             turn = run_turn(loaded, prompt, sampling, limit, sink, cache=transcript.cache, stop=stop)
     except Terminated:
         raise

@@ -41,9 +41,10 @@ def generate(
                 terminal.note("this tokenizer has no chat template: the prompt is continued as plain text")
             seed(sampling)
             limit = sampling.max_new_tokens or min(GENERATE_NEW_TOKENS, max(1, loaded.river.config.context - len(ids)))
-            with watching(watch, loaded, terminal), ToStdout() as stdout:
+            with watching(watch, loaded, terminal) as watched, ToStdout() as stdout:
                 try:
-                    turn = run_turn(loaded, ids, sampling, limit, discard if output.as_json else stdout)
+                    sink = discard if output.as_json else watched.beside(stdout)
+                    turn = run_turn(loaded, ids, sampling, limit, sink)
                 finally:
                     write_trace(loaded, output)
             finish(turn, loaded, output, terminal)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from typing import Protocol
 
+from rich.cells import cell_len
 from rich.console import Console
 from rich.text import Text
 
@@ -15,16 +17,23 @@ _DOWN = "\x1bD"
 """Unlike a line feed it keeps the column."""
 
 
+Sink = Callable[[str], None]
+"""Writes a piece of text."""
+
+
 class LiveLine(Protocol):
     """`show` as often as one likes, then `close`."""
 
     def show(self, text: Text) -> None: ...
+    def beside(self, write: Sink) -> Sink:
+        """What to write with instead of `write`, when that goes to the same terminal while the line is there."""
+
     def close(self) -> None: ...
 
 
 class BottomLine:
     """The last row of a terminal. The rows above become a region of their own, in which everything else scrolls: text
-    may be written to the same terminal meanwhile, by whomever, also in pieces that are no whole lines.
+    may be written to the same terminal meanwhile, also in pieces that are no whole lines.
 
     A redrawn line in the usual way (rich's Live) would eat such pieces, and those are what a model writes.
     """
@@ -32,12 +41,29 @@ class BottomLine:
     def __init__(self, console: Console) -> None:
         self._console = console
         self._height = 0
+        self._column = 0
+        self._lock = threading.Lock()
 
     def show(self, text: Text) -> None:
         """Write `text` over what the line said, cut to the width of the terminal."""
-        height = self._console.size.height
-        if height < 2:
-            return
+        width, height = self._console.size
+        with self._lock:
+            # After a character in the last column some terminals forget, when the cursor goes away and comes back,
+            # that the next one belongs in a new row: it would take that character's place. The next text is near.
+            if height > 1 and self._column < width:
+                self._draw(text, height)
+
+    def beside(self, write: Sink) -> Sink:
+        """`write`, followed on its way through the columns."""
+
+        def written(piece: str) -> None:
+            with self._lock:
+                self._column = column_after(piece, self._column, self._console.width)
+                write(piece)
+
+        return written
+
+    def _draw(self, text: Text, height: int) -> None:
         opening = ""
         if height != self._height:  # at first, and when the window has another size
             self._height = height
@@ -68,6 +94,9 @@ class LogLine:
         self._clock = clock
         self._spoke_s = clock()
 
+    def beside(self, write: Sink) -> Sink:
+        return write
+
     def show(self, text: Text) -> None:
         if self._clock() - self._spoke_s >= _LINE_EVERY_S:
             self._spoke_s = self._clock()
@@ -82,3 +111,16 @@ def live_line(console: Console) -> LiveLine:
     if console.is_terminal and not console.is_dumb_terminal:
         return BottomLine(console)
     return LogLine(console)
+
+
+def column_after(piece: str, column: int, width: int) -> int:
+    """The column of the cursor, 0..width, after `piece` was written from `column` on; `width`: behind the last one."""
+    for character in piece:
+        if character in "\r\n":
+            column = 0
+        elif character == "\t":
+            column = min(column // 8 * 8 + 8, width - 1)
+        else:
+            cells = cell_len(character)
+            column = column + cells if column + cells <= width else cells
+    return column

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import sys
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -11,6 +11,7 @@ from typing import Annotated
 from rich.text import Text
 
 from river_offload.cli import runtime
+from river_offload.cli.live_line import Sink
 from river_offload.cli.options import ShowOptions, flag
 from river_offload.cli.terminal import Terminal
 from river_offload.config import format_size
@@ -83,6 +84,10 @@ class Watch:
             self._warned = True
             self._terminal.warning(self._too_much())
 
+    def beside(self, write: Sink) -> Sink:
+        """What to write text with while the line is there, instead of `write`, which goes to standard output."""
+        return self._line.beside(write) if sys.stdout.isatty() else write
+
     def _run(self) -> None:
         while not self._stop.wait(self._every_s):
             held = self._look()
@@ -105,12 +110,23 @@ class Watch:
         )
 
 
-def watching(
-    options: WatchOptions, loaded: runtime.Loaded, terminal: Terminal
-) -> contextlib.AbstractContextManager[object]:
-    """A context that watches a loaded model if that was asked for; one to enter again and again."""
+class Unwatched:
+    """The context of a run that nobody watches."""
+
+    def __enter__(self) -> Unwatched:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def beside(self, write: Sink) -> Sink:
+        return write
+
+
+def watching(options: WatchOptions, loaded: runtime.Loaded, terminal: Terminal) -> Watch | Unwatched:
+    """A context that watches a loaded model if that was asked for."""
     if not options.watch:
-        return contextlib.nullcontext()
+        return Unwatched()
     return Watch(terminal, loaded.river.held, loaded.river.placement.planned_bytes)
 
 

@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 from rich.text import Text
 
-from river_offload.cli.live_line import BottomLine, LogLine, live_line
+from river_offload.cli.live_line import BottomLine, LogLine, column_after, live_line
 
 WIDTH, HEIGHT = 20, 5
 
@@ -106,6 +106,35 @@ def test_the_line_is_cut_to_the_width_and_every_update_is_one_write(screen: Scre
     assert (
         len([text for text in screen.writes if text]) == 2
     )  # else the text of another thread could come between saving and restoring
+
+
+def test_a_full_row_is_not_interrupted(screen: Screen, line: BottomLine) -> None:
+    """Some terminals forget, when the cursor comes back to the last column, that the row is full."""
+    write = line.beside(screen.write)
+    line.show(Text("first"))
+    write("x" * WIDTH)
+    line.show(Text("not now"))
+    assert screen.rows[-1] == "first"
+    write("y")
+    line.show(Text("now"))
+    assert screen.rows[-1] == "now"
+
+
+@pytest.mark.parametrize(
+    ("piece", "column", "after"),
+    [
+        ("abc", 2, 5),
+        ("a\nbc", 7, 2),
+        ("ab", 18, 20),
+        ("c", 20, 1),
+        ("界", 19, 2),
+        ("\t", 3, 8),
+        ("\t", 18, 19),
+        ("é", 1, 2),
+    ],
+)
+def test_the_column_is_followed(piece: str, column: int, after: int) -> None:
+    assert column_after(piece, column, WIDTH) == after
 
 
 def test_another_size_of_the_window(screen: Screen, line: BottomLine) -> None:

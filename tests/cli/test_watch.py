@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 
@@ -62,6 +63,9 @@ class Lines:
         self.texts.append(str(text))
         self.styles.append(str(text.style))
 
+    def beside(self, write):
+        return lambda piece: (self.texts.append(piece), write(piece))
+
     def close(self) -> None:
         self.closed += 1
 
@@ -102,3 +106,14 @@ def test_it_ends_with_the_work_however_that_ends(monkeypatch, capsys) -> None:
         raise KeyboardInterrupt
     assert lines.closed == 1
     assert not [thread for thread in threading.enumerate() if thread.name == "watch"]
+
+
+def test_text_goes_past_the_line_only_on_a_terminal(monkeypatch, capsys) -> None:
+    lines, written = Lines(), []
+    with watch(lines, {}, monkeypatch) as watched:
+        monkeypatch.setattr(sys.stdout, "isatty", lambda: False)
+        watched.beside(written.append)("to a file")
+        monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+        watched.beside(written.append)("to the terminal")
+    assert written == ["to a file", "to the terminal"]
+    assert "to the terminal" in lines.texts and "to a file" not in lines.texts
