@@ -16,6 +16,7 @@ from river_offload.cli.options import ShowOptions, flag
 from river_offload.cli.terminal import Terminal
 from river_offload.config import format_size
 from river_offload.errors import UsageError
+from river_offload.memory.categories import RIVER, TRANSIENT
 
 EVERY_S = 0.25
 
@@ -96,7 +97,7 @@ class Watch:
             self._line.show(Text(text, style="yellow" if total_bytes > self._planned_bytes else "dim"))
 
     def _look(self) -> Held:
-        held = dict(self._held())
+        held = in_few_words(self._held())
         for name, nbytes in held.items():
             self._most[name] = max(self._most.get(name, 0), nbytes)
         self._peak_bytes = max(self._peak_bytes, sum(held.values()))
@@ -128,6 +129,17 @@ def watching(options: WatchOptions, loaded: runtime.Loaded, terminal: Terminal) 
     if not options.watch:
         return Unwatched()
     return Watch(terminal, loaded.river.held, loaded.river.placement.planned_bytes)
+
+
+def in_few_words(held: Held) -> dict[str, int]:
+    """The categories of the ledger (`memory.categories`) as one line has room for: parts of one thing become one."""
+    names = dict.fromkeys(RIVER, "river") | dict.fromkeys(TRANSIENT, "working")
+    names |= {"staging": "slots", "norms": "other", "loading": "other"}
+    found: dict[str, int] = {}
+    for name, nbytes in held.items():
+        word = names.get(name, name)
+        found[word] = found.get(word, 0) + nbytes
+    return found
 
 
 def _parts(held: Held) -> str:

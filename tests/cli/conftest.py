@@ -113,7 +113,7 @@ class StubModel:
         return torch.tensor([sequence])
 
     def held(self) -> dict[str, int]:
-        return {"weights": 70 * 2**20, "kv": self.held_kv_bytes, "working": 0}
+        return {"backbone": 70 * 2**20, "kv": self.held_kv_bytes, "logits": 0}
 
     def report(self) -> dict[str, Any]:
         return {

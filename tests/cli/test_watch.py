@@ -10,7 +10,8 @@ import pytest
 
 from river_offload.cli.app import app
 from river_offload.cli.terminal import Terminal
-from river_offload.cli.watch import Watch
+from river_offload.cli.watch import Watch, in_few_words
+from river_offload.memory.categories import CATEGORIES
 
 MIB = 2**20
 
@@ -19,7 +20,7 @@ def test_what_was_held_at_most_is_said_at_the_end(stub, runner) -> None:
     done = runner.invoke(app, ["generate", "demo", "--prompt", "Why?", "--watch"])
     assert done.exit_code == 0, done.output
     assert done.stdout == "Blue light scatters.\n"
-    assert done.stderr.splitlines()[0] == "held at most: weights 70.0 MiB · kv 20.0 MiB"
+    assert done.stderr.splitlines()[0] == "held at most: backbone 70.0 MiB · kv 20.0 MiB"
     assert "warning" not in done.stderr
 
 
@@ -98,6 +99,14 @@ def test_the_line_follows_and_turns_yellow_at_once(monkeypatch, capsys) -> None:
     said = capsys.readouterr().err
     assert "held at most: weights 60.0 MiB · kv 50.0 MiB" in said
     assert "held 110.0 MiB, 10.0 MiB more" in " ".join(said.split())
+
+
+def test_parts_of_one_thing_are_one_word() -> None:
+    held = dict.fromkeys(CATEGORIES, 1)
+    found = in_few_words(held)
+    assert list(found) == ["backbone", "slots", "river", "other", "embedding", "head", "kv", "working"]
+    assert sum(found.values()) == len(CATEGORIES)
+    assert in_few_words({"unclaimed": 7}) == {"unclaimed": 7}
 
 
 def test_it_ends_with_the_work_however_that_ends(monkeypatch, capsys) -> None:
