@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,7 +60,8 @@ def gpus(*, cuda: Any = torch.cuda, nvml: Any = None, environ: Mapping[str, str]
     torch_reason = _torch_reason(cuda)
     seen = visible(listed, environ.get(VARIABLE), environ.get(ORDER))
     if torch_reason is None:
-        found = tuple(_of_torch(cuda, number, nvml) for number in range(cuda.device_count()))
+        known = {uuid for card in listed for uuid in (card.uuid, *card.instances)}
+        found = tuple(_of_torch(cuda, number, nvml, known) for number in range(cuda.device_count()))
         # CUDA has decided on the order: there is nothing to doubt, but what it left out is worth a word.
         remark = seen.remark if len(found) < len(listed) else None
     else:
@@ -77,9 +78,11 @@ def _torch_reason(cuda: Any) -> str | None:
     return f"torch {torch.__version__} finds no GPU that it can use"
 
 
-def _of_torch(cuda: Any, number: int, nvml: Any) -> Gpu:
+def _of_torch(cuda: Any, number: int, nvml: Any, known: Set[str]) -> Gpu:
+    """`known`: what NVML lists; it tells whether torch's UUID, without a prefix, is of a card or of an instance."""
     properties = cuda.get_device_properties(number)
     names = card_names(properties)
+    uuids = [name for name in names if name.startswith(("GPU-", "MIG-"))]
     try:
         free_bytes, total_bytes = cuda.mem_get_info(number)
         free, total = Reading(int(free_bytes)), Reading(int(total_bytes))
@@ -88,7 +91,7 @@ def _of_torch(cuda: Any, number: int, nvml: Any) -> Gpu:
     return Gpu(
         number=number,
         name=str(properties.name),
-        uuid=names[0] if names and "-" in names[0] else None,
+        uuid=next((name for name in uuids if name in known), uuids[0] if uuids else None),
         pci_bus_id=pci_bus_id(properties),
         torch_total=total,
         torch_free=free,

@@ -84,6 +84,16 @@ def test_a_card_without_a_uuid_that_nvml_knows_is_found_by_its_place_on_the_bus(
     assert [gpu.card.used.value for gpu in found.found] == [2 * GIB, 30 * GIB]
 
 
+def test_torch_on_an_instance_of_a_card() -> None:
+    """Torch tells a UUID without saying what it is of."""
+    nvml = FakeNvml()
+    nvml.cards[1].instances = ("MIG-cccc3333-0000",)
+    torch_s = two_cards()[1]
+    torch_s.uuid = "MIG-cccc3333-0000"
+    found = gpus(cuda=FakeCuda([torch_s]), nvml=nvml, environ=environ("MIG-cccc3333-0000"))
+    assert [(gpu.uuid, gpu.card.used.value) for gpu in found.found] == [("MIG-cccc3333-0000", 30 * GIB)]
+
+
 def listed(*names: str, instances: tuple[str, ...] = ()) -> list[Card]:
     return [Card(i, f"GPU-{i}{i}", f"0:{i}", name, instances if i == 0 else ()) for i, name in enumerate(names)]
 
