@@ -128,3 +128,17 @@ def test_pinned_memory_is_counted_and_not_rounded_to_a_power_of_two() -> None:
     assert memory.pinned_bytes == sum(runtime.registered.values()) == nbytes
     assert abs(rests["anonymous_growth_minus_ledger_bytes"]["value"]) < 2 * MIB
     memory.close()
+
+
+@pytest.mark.gpu
+def test_a_real_gpu_is_read_by_torch_and_by_nvml() -> None:
+    device = torch.device("cuda", 0)
+    before = read_process(device)
+    held = torch.ones(256 * MIB, dtype=torch.uint8, device=device)
+    after = read_process(device)
+    rests = unattributed(256 * MIB, before, after)
+    assert rests["allocator_minus_ledger_bytes"] == {"value": 0, "reason": None}
+    assert after.card.total.value == pytest.approx(torch.cuda.mem_get_info(device)[1], rel=0.02)
+    assert (after.card.used.value or 0) - (before.card.used.value or 0) >= 256 * MIB
+    assert (rests["nvml_minus_allocator_bytes"]["value"] or 0) > 0  # the CUDA context at least
+    del held
