@@ -19,6 +19,7 @@ from river_offload.errors import UsageError
 from river_offload.memory.categories import RIVER, TRANSIENT
 
 EVERY_S = 0.25
+_CHANGING = ("kv", "working", "unclaimed")
 
 Held = Mapping[str, int]
 """Device bytes by category."""
@@ -143,4 +144,6 @@ def in_few_words(held: Held) -> dict[str, int]:
 
 
 def _parts(held: Held) -> str:
-    return " · ".join(f"{name} {format_size(nbytes)}" for name, nbytes in held.items() if nbytes)
+    """What changes while a model runs comes first, the rest by its size: the end of a long line is cut."""
+    order = sorted(held.items(), key=lambda entry: (entry[0] not in _CHANGING, -entry[1]))
+    return " · ".join(f"{name} {format_size(nbytes)}" for name, nbytes in order if nbytes)

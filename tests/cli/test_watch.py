@@ -20,7 +20,7 @@ def test_what_was_held_at_most_is_said_at_the_end(stub, runner) -> None:
     done = runner.invoke(app, ["generate", "demo", "--prompt", "Why?", "--watch"])
     assert done.exit_code == 0, done.output
     assert done.stdout == "Blue light scatters.\n"
-    assert done.stderr.splitlines()[0] == "held at most: backbone 70.0 MiB · kv 20.0 MiB"
+    assert done.stderr.splitlines()[0] == "held at most: kv 20.0 MiB · backbone 70.0 MiB"
     assert "warning" not in done.stderr
 
 
@@ -93,11 +93,11 @@ def test_the_line_follows_and_turns_yellow_at_once(monkeypatch, capsys) -> None:
         held["kv"] = 10 * MIB
         until(lambda: "kv 10.0" in lines.texts[-1])
     assert lines.texts[0] == "60.0 MiB of 100.0 MiB planned · weights 60.0 MiB"
-    assert "110.0 MiB of 100.0 MiB planned · weights 60.0 MiB · kv 50.0 MiB" in lines.texts
+    assert "110.0 MiB of 100.0 MiB planned · kv 50.0 MiB · weights 60.0 MiB" in lines.texts
     assert lines.styles[0] == lines.styles[-1] == "dim" and "yellow" in lines.styles
     assert lines.closed == 1
     said = capsys.readouterr().err
-    assert "held at most: weights 60.0 MiB · kv 50.0 MiB" in said
+    assert "held at most: kv 50.0 MiB · weights 60.0 MiB" in said
     assert "held 110.0 MiB, 10.0 MiB more" in " ".join(said.split())
 
 
@@ -107,6 +107,13 @@ def test_parts_of_one_thing_are_one_word() -> None:
     assert list(found) == ["backbone", "slots", "river", "other", "embedding", "head", "kv", "working"]
     assert sum(found.values()) == len(CATEGORIES)
     assert in_few_words({"unclaimed": 7}) == {"unclaimed": 7}
+
+
+def test_what_changes_comes_first_since_the_end_is_cut(monkeypatch, capsys) -> None:
+    held = {"head": 3 * MIB, "river": 20 * MIB, "other": 0, "kv": MIB}
+    with watch(Lines(), held, monkeypatch):
+        pass
+    assert capsys.readouterr().err == "held at most: kv 1.0 MiB · river 20.0 MiB · head 3.0 MiB\n"
 
 
 def test_it_ends_with_the_work_however_that_ends(monkeypatch, capsys) -> None:
