@@ -34,6 +34,8 @@ class Account:
     peak_device_bytes: int = 0
     peak_categories: dict[str, int] = field(default_factory=dict)
     """Those bytes by the names of a plan."""
+    held: dict[str, int] = field(default_factory=dict)
+    """Device bytes by category in the passage under way, or in the last one. Replaced, never changed."""
 
 
 class River:
@@ -186,6 +188,18 @@ class River:
         What caches and working memory add while the model runs is in `account.peak_categories`.
         """
         return self._measure_categories()
+
+    def held(self) -> dict[str, int]:
+        """Device bytes by category in the passage under way, or in the last one with all that it rose to; empty before
+        the first one. What torch's allocator holds beyond that on a GPU is `unclaimed`.
+
+        May be called from another thread than the one that generates, and costs it nothing.
+        """
+        held = dict(self.account.held)
+        if held and self._model.device.type == "cuda":
+            rest_bytes = torch.cuda.memory_allocated(self._model.device) - sum(held.values())
+            held["unclaimed"] = max(rest_bytes, 0)
+        return held
 
     def report(self) -> dict[str, Any]:
         """The account of the last generate. Byte counts are bytes, times are seconds.

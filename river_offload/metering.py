@@ -16,7 +16,8 @@ from river_offload.phases import metered
 
 
 def meter_forward(model: PreTrainedModel, river: River) -> None:
-    """Count the allocations of the model's passages into `river.account`: their peak, and what it consisted of.
+    """Count the allocations of the model's passages into `river.account`: their peak, what it consisted of, and what is
+    held in the passage under way.
 
     Counting costs microseconds for every operator. Passages of several tokens are rare and rise high: each is counted.
     Single tokens are counted once for each mode, number of rows and doubling of the cache; in between they rise alike.
@@ -30,6 +31,7 @@ def meter_forward(model: PreTrainedModel, river: River) -> None:
         call = Call.of(args, kwargs)
         key = (river.mode, call.rows, call.cached_tokens.bit_length())
         kv_bytes = _held_by(call.cache)
+        river.account.held = weights | {"kv": kv_bytes}
         if call.new_tokens == 1 and key in single_token:
             rise = single_token[key]
             output = plain(*args, **kwargs)
@@ -41,10 +43,11 @@ def meter_forward(model: PreTrainedModel, river: River) -> None:
             kv_bytes = max(kv_bytes, _held_by(call.cache))
             if call.new_tokens == 1 and call.cached_tokens:
                 single_token[key] = rise
+        river.account.held = weights | {"kv": kv_bytes} | rise
         peak_bytes = weights_bytes + kv_bytes + sum(rise.values())
         if peak_bytes > river.account.peak_device_bytes:
             river.account.peak_device_bytes = peak_bytes
-            river.account.peak_categories = weights | {"kv": kv_bytes} | rise
+            river.account.peak_categories = river.account.held
         return output
 
     model.forward = forward

@@ -6,6 +6,7 @@ import gc
 import math
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -258,3 +259,32 @@ def test_a_closed_model_streams_no_more_and_gives_its_memory_back(checkpoint: Ca
     assert not slots._parameters  # nothing else holds the buffers
     with pytest.raises(RiverError, match="after close"):
         model.generate(tokens(9), max_new_tokens=2, do_sample=False)
+
+
+def test_what_is_held_is_told_while_a_passage_is_under_way(open_river: Callable[..., Any]) -> None:
+    model = open_river("llama", mode="exit", tau=0.6)
+    river = model.river
+    assert river.held() == {}
+    seen: list[dict[str, int]] = []
+    hook = model.get_output_embeddings().register_forward_pre_hook(lambda *_: seen.append(river.held()))
+    model.generate(tokens(5), max_new_tokens=3, do_sample=False)
+    hook.remove()
+    resting_bytes = river.device_bytes()
+    assert [sum(held.values()) - held["kv"] for held in seen] == [resting_bytes] * 3
+    assert seen[0]["kv"] == 0 < seen[1]["kv"] == seen[2]["kv"]  # the prompt's passage allocates the cache
+    after = river.held()
+    assert sum(after.values()) > resting_bytes + after["kv"]
+    assert sum(after.values()) <= river.report()["peak_device_bytes"]
+
+
+def test_what_a_gpu_s_allocator_holds_beyond_is_unclaimed(
+    open_river: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    river = open_river("llama", mode="backbone").river
+    river.account.held = {"backbone": 100, "kv": 20}
+    assert river.held() == {"backbone": 100, "kv": 20}
+    monkeypatch.setattr(river, "_model", SimpleNamespace(device=torch.device("cuda", 0)))
+    for allocated, unclaimed in ((150, 30), (90, 0)):
+        monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _, allocated=allocated: allocated)
+        assert river.held() == {"backbone": 100, "kv": 20, "unclaimed": unclaimed}
+    monkeypatch.undo()

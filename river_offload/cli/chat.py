@@ -22,6 +22,7 @@ from river_offload.cli.streams import require_stdin, require_stdout, unreadable
 from river_offload.cli.terminal import Terminal, boundary
 from river_offload.cli.transcript import Transcript, has_template
 from river_offload.cli.turn import StopOnInterrupt, ToStdout, discard, run_turn, seed
+from river_offload.cli.watch import Unwatched, Watch, WatchOptions, watching
 from river_offload.errors import ContextError, UsageError
 
 _PROMPT = "> "
@@ -31,9 +32,14 @@ _HELP = (
 )
 
 
-@with_options(PromptOptions, ModelOptions, SamplingOptions, OutputOptions)
+@with_options(PromptOptions, ModelOptions, SamplingOptions, OutputOptions, WatchOptions)
 def chat(
-    model: str, asked: PromptOptions, options: ModelOptions, sampling: SamplingOptions, output: OutputOptions
+    model: str,
+    asked: PromptOptions,
+    options: ModelOptions,
+    sampling: SamplingOptions,
+    output: OutputOptions,
+    watch: WatchOptions,
 ) -> None:
     """Talk with a model: /reset starts over, /quit leaves. A prompt given here is the first turn."""
     terminal = Terminal(quiet=output.quiet)
@@ -42,6 +48,7 @@ def chat(
         options.check()
         sampling.check(options.context)
         output.check()
+        watch.check(output)
         require_stdout()
         require_stdin()
         if asked.prompt_file == "-":
@@ -54,9 +61,10 @@ def chat(
                 terminal.note("this tokenizer has no chat template: turns are continued as plain text")
             seed(sampling)
             terminal.note(f"{model} · mode {river.mode} · context {river.config.context} · /help")
+            watched = watching(watch, loaded, terminal)
             try:
                 for text in _turns(first, transcript, terminal):
-                    _answer(text, transcript, loaded, sampling, output, terminal)
+                    _answer(text, transcript, loaded, sampling, output, terminal, watched)
             finally:
                 write_trace(loaded, output)
 
@@ -68,6 +76,7 @@ def _answer(
     sampling: SamplingOptions,
     output: OutputOptions,
     terminal: Terminal,
+    watched: Watch | Unwatched,
 ) -> None:
     """One turn. What the user can mend (a full context, a refused message) is said and the conversation goes on."""
     try:
@@ -79,8 +88,8 @@ def _answer(
                 "an answer: /reset starts over, --context N plans for more"
             )
         limit = min(sampling.max_new_tokens or CHAT_NEW_TOKENS, room)
-        with ToStdout() as stdout, StopOnInterrupt() as stop:
-            sink = discard if output.as_json else stdout
+        with watched, ToStdout() as stdout, StopOnInterrupt() as stop:
+            sink = discard if output.as_json else watched.beside(stdout)
             turn = run_turn(loaded, prompt, sampling, limit, sink, cache=transcript.cache, stop=stop)
     except Terminated:
         raise

@@ -16,16 +16,23 @@ from river_offload.cli.streams import require_stdout
 from river_offload.cli.terminal import Terminal, boundary
 from river_offload.cli.transcript import encode_prompt, has_template
 from river_offload.cli.turn import ToStdout, Turn, discard, run_turn, seed
+from river_offload.cli.watch import WatchOptions, watching
 from river_offload.errors import UsageError
 
 
-@with_options(PromptOptions, ModelOptions, SamplingOptions, OutputOptions)
+@with_options(PromptOptions, ModelOptions, SamplingOptions, OutputOptions, WatchOptions)
 def generate(
-    model: str, asked: PromptOptions, options: ModelOptions, sampling: SamplingOptions, output: OutputOptions
+    model: str,
+    asked: PromptOptions,
+    options: ModelOptions,
+    sampling: SamplingOptions,
+    output: OutputOptions,
+    watch: WatchOptions,
 ) -> None:
     """Write text after a prompt. Text goes to stdout as it is written, everything else to stderr."""
     terminal = Terminal(quiet=output.quiet)
     with boundary(terminal):
+        watch.check(output)
         prompt = _check(asked, options, sampling, output)
         with runtime.opened(model, options.load_arguments(), terminal) as loaded:
             tokenizer = runtime.tokenizer_of(loaded)
@@ -34,9 +41,10 @@ def generate(
                 terminal.note("this tokenizer has no chat template: the prompt is continued as plain text")
             seed(sampling)
             limit = sampling.max_new_tokens or min(GENERATE_NEW_TOKENS, max(1, loaded.river.config.context - len(ids)))
-            with ToStdout() as stdout:
+            with watching(watch, loaded, terminal) as watched, ToStdout() as stdout:
                 try:
-                    turn = run_turn(loaded, ids, sampling, limit, discard if output.as_json else stdout)
+                    sink = discard if output.as_json else watched.beside(stdout)
+                    turn = run_turn(loaded, ids, sampling, limit, sink)
                 finally:
                     write_trace(loaded, output)
             finish(turn, loaded, output, terminal)

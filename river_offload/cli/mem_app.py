@@ -11,6 +11,7 @@ try:
     from river_offload._version import __version__
     from river_offload.cli.help import Command, Group
     from river_offload.cli.mem_compare import compare
+    from river_offload.cli.mem_doctor import doctor
     from river_offload.cli.mem_measure import measure
     from river_offload.cli.mem_plan import plan
     from river_offload.cli.mem_sweep import sweep
@@ -38,6 +39,7 @@ app.command(cls=Command)(plan)
 app.command(cls=Command)(measure)
 app.command(cls=Command)(sweep)
 app.command(cls=Command)(compare)
+app.command(cls=Command)(doctor)
 
 
 def _show_version(wanted: bool) -> None:

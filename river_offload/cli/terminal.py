@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.text import Text
 
 from river_offload.cli.interrupts import Terminated, exit_code, terminated_by_signals
+from river_offload.cli.live_line import LiveLine, live_line
 from river_offload.cli.progress import Bars
 from river_offload.errors import RiverError
 from river_offload.progress import Progress, Silent
@@ -60,6 +61,10 @@ class Terminal:
     def progress(self) -> Progress:
         """A drawer of progress: bars on a terminal, now and then a line elsewhere, nothing when quiet."""
         return Silent() if self.quiet else Bars(self._console)
+
+    def live_line(self) -> LiveLine:
+        """A line to write over while text goes on. Not for a quiet terminal."""
+        return live_line(self._console)
 
     def _print(self, text: Text) -> None:
         self._console.print(text, soft_wrap=True)

@@ -76,8 +76,13 @@ def load(cache_dir: Path) -> Library | Unavailable:
         return Unavailable(f"the native library cannot be built or loaded: {error}")
 
 
+def find_compiler() -> str | None:
+    """The C compiler that builds the library, None where there is none."""
+    return shutil.which("gcc") or shutil.which("cc")
+
+
 def _built(directory: Path) -> Path:
-    compiler = shutil.which("gcc") or shutil.which("cc")
+    compiler = find_compiler()
     if compiler is None:
         raise Unavailable("no C compiler (gcc or cc) was found")
     command = [compiler, *_FLAGS, *_LINK]

@@ -74,6 +74,7 @@ class StubModel:
             river_layers=tuple(range(1, 30)), slots=2, slot_bytes=1000, embed_tier="device",
             budget_bytes=200 * 2**20, terms={"kv": 100 * 2**20},
         )  # fmt: skip
+        self.held_kv_bytes = 20 * 2**20
         self._new_tokens = self._prompt_tokens = 0
 
     @staticmethod
@@ -110,6 +111,9 @@ class StubModel:
         streamer.end()
         self._prompt_tokens, self._new_tokens = len(prompt), len(sequence) - len(prompt)
         return torch.tensor([sequence])
+
+    def held(self) -> dict[str, int]:
+        return {"backbone": 70 * 2**20, "kv": self.held_kv_bytes, "logits": 0}
 
     def report(self) -> dict[str, Any]:
         return {
