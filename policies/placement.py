@@ -8,6 +8,7 @@ exact by construction.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from policies.types import EmbedTier, Mode, ModelSizes, Placement, Refusal
 
@@ -20,6 +21,7 @@ def place(
     budget_bytes: int,
     also_modes: Sequence[Mode] = (),
     slots: int = 2,
+    prefill_chunk: int | None = None,
 ) -> Placement | Refusal:
     """Decide what rests on the device within `budget_bytes`.
 
@@ -30,13 +32,16 @@ def place(
 
     A larger budget never gives a worse placement: first in the number of resident layers, then in whether the embedding
     is on the device. Raises ValueError when `slots` is less than 1.
+
+    Args:
+        prefill_chunk: what the sizes were measured with.
     """
     if slots < 1:
         raise ValueError(f"slots is {slots}: a streamed layer needs at least 1")
     candidates = list(_candidates(sizes, (mode, *also_modes), min_exit, budget_bytes, slots))
     for candidate in candidates:
         if candidate.planned_bytes <= budget_bytes:
-            return candidate
+            return replace(candidate, prefill_chunk=prefill_chunk)
     smallest = _cheapest(candidates)
     return Refusal(
         budget_bytes=budget_bytes,

@@ -109,6 +109,8 @@ class Placement:
     """Size of one slot: the largest streamed layer."""
     embed_tier: EmbedTier
     budget_bytes: int
+    prefill_chunk: int | None = None
+    """Tokens a row that a layer reads at once; None when it reads any prompt whole."""
     terms: Mapping[str, int] = field(default_factory=dict)
     """Device bytes by category; their sum is `planned_bytes`."""
 

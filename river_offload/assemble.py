@@ -5,6 +5,7 @@ The same code runs on real tensors (`load`) and on fake ones (the dry run of the
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 from collections.abc import Mapping
@@ -12,10 +13,13 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from policies.exit import ExitRule
 from policies.types import Placement
+from river_offload.attention import deferred_masks
 from river_offload.call import Call
+from river_offload.chunks import token_wise
 from river_offload.errors import UsageError
 from river_offload.kv.cache import SharedCache
 from river_offload.layer import RiverLayer
@@ -90,10 +94,11 @@ def assemble(
         if depth in needed:
             backbone[depth] = layer
     store = Store(backbone, streamed_bytes, slots, link, prefetcher)
-    flow = Flow(rule, store, trace, on_miss=on_miss)
+    flow = Flow(rule, store, trace, on_miss=on_miss, prefill_chunk=placement.prefill_chunk)
     for depth in range(structure.num_layers):
         structure.layers[depth] = RiverLayer(depth, backbone.get(depth), river.get(depth), flow)
     _follow_passages(structure, flow)
+    _read_in_chunks(structure, flow)
     _pack_head_input(structure.model)
     _hear_the_head(structure.model, flow)
     return flow
@@ -201,8 +206,9 @@ def _follow_passages(structure: Structure, flow: Flow) -> None:
         if not flow.lock.acquire(blocking=False):
             raise UsageError("this model runs in another thread: one forward pass, and one generate, at a time")
         try:
-            flow.open(call)
-            output = plain(*args, **kwargs)
+            passage = flow.open(call)
+            with _cut(structure.decoder, kwargs) if passage.in_chunks else contextlib.nullcontext():
+                output = plain(*args, **kwargs)
             completed = True
             return output
         finally:
@@ -213,6 +219,38 @@ def _follow_passages(structure: Structure, flow: Flow) -> None:
             flow.lock.release()
 
     decoder.forward = forward
+
+
+def _cut(decoder: PreTrainedModel, kwargs: Mapping[str, Any]) -> contextlib.AbstractContextManager[None]:
+    """What a passage in chunks runs in. Raises UsageError for outputs that would come in pieces."""
+    for name in ("output_hidden_states", "output_attentions"):
+        if kwargs.get(name) or getattr(decoder.config, name, False):
+            raise UsageError(f"{name} is not possible for a prompt that is read in chunks: give a shorter one")
+    return deferred_masks(decoder)
+
+
+def _read_in_chunks(structure: Structure, flow: Flow) -> None:
+    """Of a long prompt the embedding and the final norm, too, work on one chunk of tokens at a time."""
+    model = structure.model
+    _make_token_wise(model.get_input_embeddings(), flow, in_place=False)
+    shapes = structure.outside()
+    for name in shapes:
+        owner = model.get_submodule(name.rpartition(".")[0])
+        dimensions = {parameter.ndim for parameter in owner.parameters()}
+        if dimensions == {1}:  # a norm
+            _make_token_wise(owner, flow, in_place=True)
+
+
+def _make_token_wise(module: nn.Module, flow: Flow, *, in_place: bool) -> None:
+    plain = module.forward
+
+    @functools.wraps(plain)
+    def forward(tokens: torch.Tensor) -> torch.Tensor:
+        if not flow.in_chunks:
+            return plain(tokens)
+        return token_wise(plain, tokens, flow.spans(None, tokens.shape[1]), tokens if in_place else None)
+
+    module.forward = forward
 
 
 def _pack_head_input(model: nn.Module) -> None:

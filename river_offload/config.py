@@ -105,6 +105,8 @@ class RiverConfig:
     context: int = 4096
     """Tokens the KV cache is planned for, prompt and new ones together."""
     batch: int = 1
+    prefill_chunk: int | None = None
+    """Prompt tokens that a layer reads at once, the context or more for any prompt whole; None for what fits best."""
     mode: str = "exit"
     tau: float = 0.5
     min_exit: int = 1
@@ -134,8 +136,9 @@ class RiverConfig:
             _require_positive(name, getattr(self, name))
         if self.context > _MOST_TOKENS:
             raise _wrong("context", self.context, f"at most {_MOST_TOKENS} tokens")
-        if self.budget is not None:
-            _require_positive("budget", self.budget)
+        for name in ("budget", "prefill_chunk"):
+            if getattr(self, name) is not None:
+                _require_positive(name, getattr(self, name))
         if self.host_budget not in (None, 0):  # 0: all of them on disk
             _require_positive("host_budget", self.host_budget)
         check_option("tau", self.tau)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from river_offload.chunks import ChunkedCall, only_state
 from river_offload.errors import not_possible
 from river_offload.passage import Flow
 
@@ -33,13 +34,36 @@ class RiverLayer(nn.Module):
 
     def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """hidden_states [batch, tokens, hidden]; all else passes through untouched to whichever copy runs."""
+        run = self._chunk_by_chunk if self._flow.passage.in_chunks else self._at_once
         if self._flow.takes_river(self.depth):
             assert self.river is not None
-            return self.river(hidden_states, *args, **kwargs)
+            return run(self.river, hidden_states, args, kwargs, looking=False)
         with self._flow.store.hold(self.depth) as backbone:
-            output = backbone(hidden_states, *args, **kwargs)
-        self._flow.ran(self.depth + 1, hidden_states, _state(output))
+            output = run(backbone, hidden_states, args, kwargs, looking=True)
+        self._flow.ran(self.depth + 1)
         return output
+
+    def _at_once(self, layer: nn.Module, hidden_states: torch.Tensor, args: Any, kwargs: Any, *, looking: bool) -> Any:
+        output = layer(hidden_states, *args, **kwargs)
+        if looking:
+            self._flow.passage.look(self.depth + 1, hidden_states, _state(output))
+        return output
+
+    def _chunk_by_chunk(
+        self, layer: nn.Module, hidden_states: torch.Tensor, args: Any, kwargs: Any, *, looking: bool
+    ) -> torch.Tensor:
+        """A long prompt. Each chunk's new state takes the place of the old one, which nobody needs any more."""
+        passage, tokens = self._flow.passage, hidden_states.shape[1]
+        call = ChunkedCall(self.depth, tokens, args, kwargs)
+        states = hidden_states if passage.owns(hidden_states) else torch.empty_like(hidden_states)
+        for span in self._flow.spans(self.depth, tokens):
+            entering = hidden_states[:, span]
+            leaving = only_state(layer(entering, **call.at(span)))
+            if looking:
+                passage.look(self.depth + 1, entering, leaving, span)
+            states[:, span] = leaving
+            del leaving  # or it would be there during the next chunk
+        return states
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Copies and pickles are refused: they would share, or lack, what the store lends."""

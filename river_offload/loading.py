@@ -35,6 +35,7 @@ def load(
     host_budget: str | int | None = None,
     context: int = 4096,
     batch: int = 1,
+    prefill_chunk: int | None = None,
     mode: str = "exit",
     tau: float = 0.5,
     min_exit: int = 1,
@@ -60,6 +61,8 @@ def load(
             disk; None for what is free now.
         context: tokens per row that the KV cache and the working memory are planned for.
         batch: rows planned for.
+        prefill_chunk: tokens of a prompt that a layer reads at once, which bounds the working memory; the context or
+            more for any prompt whole, None for what fits best.
         mode: "exit", "backbone", "quantized" or "fixed:D".
         tau: exit threshold of mode exit (River-LLM: 0.5 for Llama, 0.7 near-lossless).
         min_exit: the fewest backbone layers a passage runs in mode exit.
@@ -92,6 +95,7 @@ def load(
         host_budget=host_budget,
         context=context,
         batch=batch,
+        prefill_chunk=prefill_chunk,
         mode=mode,
         tau=tau,
         min_exit=min_exit,

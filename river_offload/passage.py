@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import threading
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -13,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from policies.exit import ExitRule
 from river_offload.call import Call
+from river_offload.chunks import Spans, spans_of
 from river_offload.errors import UsageError
 from river_offload.store.store import Store
 from river_offload.trace import PassageRecord, Trace
@@ -24,7 +26,7 @@ OnMiss = Literal["wait", "exit"]
 """What a passage does that needs a layer which is not there: wait for it, or leave for the river where it may."""
 
 
-def exit_signal(entering: torch.Tensor, leaving: torch.Tensor, real: torch.Tensor | None = None) -> float:
+def exit_signal(entering: torch.Tensor, leaving: torch.Tensor, real: torch.Tensor | None = None) -> torch.Tensor:
     """Minimum over tokens of the cosine between the state entering and leaving a layer (River-LLM, section 3).
 
     Args:
@@ -32,8 +34,7 @@ def exit_signal(entering: torch.Tensor, leaving: torch.Tensor, real: torch.Tenso
         real: bool [batch, tokens], False at padding; None when every token counts.
 
     Returns:
-        The signal in [-1, 1]. Reading it waits for the device: the exit is decided on the host. Fake tensors have
-        none, they only show what it costs: the answer is NaN.
+        The signal in [-1, 1], a float32 scalar on the device: nothing waits for it yet.
     """
     least = torch.full((), torch.inf, dtype=torch.float32, device=leaving.device)
     for start in range(0, leaving.shape[1], SIGNAL_CHUNK_TOKENS):
@@ -42,7 +43,16 @@ def exit_signal(entering: torch.Tensor, leaving: torch.Tensor, real: torch.Tenso
         if real is not None:
             cosine = cosine.masked_fill(~real[:, chunk], torch.inf)
         least = torch.minimum(least, cosine.min())
-    return math.nan if isinstance(least, FakeTensor) else least.item()
+    return least
+
+
+def _read(signals: Iterable[torch.Tensor]) -> float:
+    """The smallest of the signals of a prompt's chunks; NaN if one of them is. Waits for the device.
+
+    Fake tensors have no signal, they only show what it costs: the answer is NaN.
+    """
+    values = [math.nan if isinstance(signal, FakeTensor) else float(signal) for signal in signals]
+    return math.nan if any(map(math.isnan, values)) else min(values)
 
 
 def least_margin(logits: torch.Tensor) -> torch.Tensor | None:
@@ -77,19 +87,42 @@ class Passage:
     path: str = "prefill"
     """"prefill" or "decode"."""
     signals: list[float] = field(default_factory=list)
+    in_chunks: bool = False
+    """Whether each layer reads the new tokens chunk by chunk."""
+    given_states: torch.Tensor | None = None
+    """Embedded tokens as the caller handed them in: his, never overwritten."""
+    _seen: list[torch.Tensor] = field(default_factory=list)
+    """Signals of the chunks of one layer, not read yet."""
+
+    def owns(self, states: torch.Tensor) -> bool:
+        """May `states` be overwritten? All may that came into being during the passage."""
+        given = self.given_states
+        return given is None or given.untyped_storage()._cdata != states.untyped_storage()._cdata
 
     def on_river(self, depth: int) -> bool:
         """Is the layer at `depth` taken on the river?"""
         return self.exit_depth is not None and depth >= self.exit_depth
 
-    def observe(self, layers_run: int, entering: torch.Tensor, leaving: torch.Tensor) -> float | None:
-        """A backbone layer has run, `layers_run` of them by now: look whether the states have settled.
+    def look(self, layers_run: int, entering: torch.Tensor, leaving: torch.Tensor, span: slice | None = None) -> None:
+        """A backbone layer has run over all new tokens or those in `span`: have their states settled?
+
+        Args:
+            layers_run: this layer included.
+            entering, leaving: the states of these tokens.
+        """
+        if self.rule.wants_signal(layers_run):
+            real = self.real if span is None or self.real is None else self.real[:, span]
+            self._seen.append(exit_signal(entering, leaving, real))
+
+    def observe(self, layers_run: int) -> float | None:
+        """A backbone layer has run over all new tokens, `layers_run` of them by now: shall the passage leave?
 
         Returns the signal if one was measured and says something of the exit.
         """
-        if not self.rule.wants_signal(layers_run):
+        seen, self._seen = self._seen, []
+        if not seen:
             return None
-        signal = self.rule.believed(exit_signal(entering, leaving, self.real))
+        signal = self.rule.believed(_read(seen))
         self.signals.append(signal)
         if self.rule.leaves(layers_run, signal):
             self.exit_depth = layers_run
@@ -104,13 +137,25 @@ class Flow:
         store: lends backbone layers, and is told where the passage is so that it can look ahead.
         trace: gets the records.
         on_miss: what a passage does about a layer that is not there. In mode `exit` alone is leaving a choice.
+        prefill_chunk: a layer reads at most so many tokens a row at once; None for any number.
     """
 
-    def __init__(self, rule: ExitRule, store: Store, trace: Trace, *, on_miss: OnMiss = "wait") -> None:
+    def __init__(
+        self,
+        rule: ExitRule,
+        store: Store,
+        trace: Trace,
+        *,
+        on_miss: OnMiss = "wait",
+        prefill_chunk: int | None = None,
+    ) -> None:
         self.rule = rule
         self.store = store
         self.trace = trace
         self.on_miss = on_miss
+        self.prefill_chunk = prefill_chunk
+        self.spans: Spans = spans_of(prefill_chunk or 1)
+        """The chunks that a layer reads one after the other. A dry run leaves out those that repeat."""
         self.lock = threading.RLock()
         """Held during a forward pass and a generate: slots and passages belong to one thread at a time."""
         self.closing_tokens: frozenset[int] = frozenset()
@@ -121,6 +166,11 @@ class Flow:
         self._margin: torch.Tensor | None = None
         self._opened_s = 0.0
         self._before = _Counters.of(store)
+
+    @property
+    def in_chunks(self) -> bool:
+        """Is a passage open that is read in chunks?"""
+        return self._passage is not None and self._passage.in_chunks
 
     @property
     def passage(self) -> Passage:
@@ -149,6 +199,8 @@ class Flow:
             margin=None if self._margin is None or not cached_tokens else self._margin.item(),
             exit_depth=rule.first_depth_on_river(),
             path=self._path(call),
+            in_chunks=self._in_chunks(call.new_tokens, cached_tokens),
+            given_states=call.tokens if call.tokens.ndim > 2 else None,
         )
         self._opened_s = time.perf_counter()
         known_depth = None if rule.mode.kind == "exit" else _depth(self._passage)
@@ -156,6 +208,12 @@ class Flow:
         if self._passage.exit_depth == 0:
             self.store.left(0)
         return self._passage
+
+    def _in_chunks(self, new_tokens: int, cached_tokens: int) -> bool:
+        """Several tokens after cached ones are a chunk however few they are: a mask would grow with the keys."""
+        if self.prefill_chunk is None:
+            return False
+        return new_tokens > self.prefill_chunk or (new_tokens > 1 and cached_tokens > 0)
 
     def _path(self, call: Call) -> str:
         """A generation begins with its prompt, which may come in pieces; a call outside one is judged by its size."""
@@ -176,10 +234,10 @@ class Flow:
         self.store.left(depth, censored=True)
         return True
 
-    def ran(self, layers_run: int, entering: torch.Tensor, leaving: torch.Tensor) -> None:
+    def ran(self, layers_run: int) -> None:
         """A backbone layer has run and is given back: shall the next one run, too?"""
         passage = self.passage
-        signal = passage.observe(layers_run, entering, leaving)
+        signal = passage.observe(layers_run)
         if signal is not None:
             self.store.observed(layers_run, signal)
         if layers_run == _depth(passage):

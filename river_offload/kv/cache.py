@@ -77,6 +77,10 @@ class SharedLayer(DynamicLayer):
         if self.is_initialized and tokens_to_remove:
             self._show(max(self.get_seq_length() + tokens_to_remove, 0))
 
+    def skip(self, tokens: int) -> None:
+        """As if `tokens` more had been appended: their states are whatever is there."""
+        self._show(self.get_seq_length() + tokens)
+
     def reset(self) -> None:
         """Forget every token, keep the memory."""
         if self.is_initialized:
@@ -130,6 +134,14 @@ class WindowLayer(DynamicSlidingWindowLayer):
             self.values: torch.Tensor = self.values.clone()
         return seen
 
+    def skip(self, tokens: int) -> None:
+        """As if `tokens` more had been appended: their states are whatever is there."""
+        self.cumulative_length += tokens
+        batch, heads, held, head_dim = self.keys.shape
+        if (kept := min(self.cumulative_length, self.sliding_window - 1)) > held:
+            self.keys = self.keys.new_empty((batch, heads, kept, head_dim))
+            self.values = self.values.new_empty((batch, heads, kept, self.values.shape[-1]))
+
 
 class SharedCache(Cache):
     """The KV cache of a loaded model: `SharedLayer`, and `WindowLayer` where attention slides.
@@ -160,6 +172,10 @@ class SharedCache(Cache):
     def mark(self) -> Mark:
         """What to hand to `back_to`: the views and lengths of every layer, no copies."""
         return [dict(vars(layer)) for layer in self.layers]
+
+    def skip(self, depth: int, tokens: int) -> None:
+        """Go on at `depth` as if `tokens` more had been appended. For dry runs, where states do not matter."""
+        self.layers[depth].skip(tokens)
 
     def back_to(self, mark: Mark) -> None:
         """Forget all that was cached since `mark`, which must be the last pass: older views may be overwritten."""

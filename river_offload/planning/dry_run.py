@@ -7,7 +7,7 @@ run, since all of a kind allocate alike.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,8 +19,10 @@ from transformers import PretrainedConfig
 from policies.exit import ExitRule
 from policies.types import Mode, Placement
 from river_offload.assemble import assemble
+from river_offload.chunks import Spans, spans_of
 from river_offload.kv.cache import SharedCache, cache_argument
 from river_offload.memory.storages import StorageMeter, storage_bytes
+from river_offload.passage import Flow
 from river_offload.quant.precision import Precision
 from river_offload.store.slots import Slots
 from river_offload.structure import Structure
@@ -47,6 +49,7 @@ def dry_run(
     context: int,
     batch: int,
     modes: tuple[Mode, ...],
+    prefill_chunk: int | None = None,
     trust_remote_code: bool = False,
 ) -> Needs:
     """Run prompts and single tokens that fill the context down each path that `modes` can take.
@@ -54,6 +57,7 @@ def dry_run(
     Args:
         config: the text config of the model.
         context, batch: tokens per row, rows.
+        prefill_chunk: tokens of a prompt that a layer reads at once; None for all of them.
     """
     whole = Structure.of(config, precision.dtype, trust_remote_code=trust_remote_code)
     kinds = whole.kinds()
@@ -67,26 +71,46 @@ def dry_run(
         fake = FakeTensorMode(allow_non_fake_inputs=True)
         with fake, torch.no_grad():
             structure = Structure.of(short, precision.dtype, trust_remote_code=trust_remote_code)
-            _assemble_fake(structure, rule, _FakeParts(structure, precision))
+            flow = _assemble_fake(structure, rule, _FakeParts(structure, precision), prefill_chunk)
             cache = SharedCache(short, context)
+            if prefill_chunk is not None:
+                flow.spans = _first_and_last(prefill_chunk, cache)
             _step(structure.model, cache, batch, 1, short.vocab_size)
             cache.reset()  # all but the windows is allocated now and is no part of what follows
-            for cached_tokens, new_tokens in _steps(context):
+            for cached_tokens, new_tokens in _steps(context, prefill_chunk):
                 if not cached_tokens:
                     cache.reset()
                 with StorageMeter() as meter:
-                    _step(structure.model, cache, batch, new_tokens, short.vocab_size)
+                    _step(
+                        structure.model, cache, batch, new_tokens, short.vocab_size, chunked=prefill_chunk is not None
+                    )
                 transient_bytes = max(transient_bytes, meter.peak_bytes)
             layer_kv_bytes = [storage_bytes((layer.keys, layer.values)) for layer in cache.layers]
     return Needs(sum(layer_kv_bytes[kinds.index(kind)] for kind in kinds), transient_bytes)
 
 
-def _steps(context: int) -> list[tuple[int, int]]:
-    """(cached, new) tokens: a second turn as long as the first, a prompt that fills the context, a token after it."""
+def _steps(context: int, prefill_chunk: int | None) -> list[tuple[int, int]]:
+    """(cached, new) tokens: a second turn as long as the first, a prompt that fills the context, a token after it; and
+    the longest prompt that is a single chunk."""
     if context == 1:
         return [(0, 1)]
     half = context // 2
-    return [(0, half), (half, context - half), (0, context - 1), (context - 1, 1)]
+    steps = [(0, half), (half, context - half), (0, context - 1), (context - 1, 1)]
+    return steps if prefill_chunk is None or prefill_chunk >= context else [(0, prefill_chunk), *steps]
+
+
+def _first_and_last(chunk_tokens: int, cache: SharedCache) -> Spans:
+    """Of many chunks the first and the last two: those in between have fewer keys and allocate no more."""
+    every = spans_of(chunk_tokens)
+
+    def spans(depth: int | None, tokens: int) -> Iterator[slice]:
+        first, *between = every(depth, tokens)
+        yield first
+        if len(between) > 2 and depth is not None:
+            cache.skip(depth, between[-2].start - first.stop)
+        yield from between[-2:]
+
+    return spans
 
 
 def _paths(modes: tuple[Mode, ...], count: int) -> list[ExitRule]:
@@ -108,7 +132,7 @@ def _first_layers(config: PretrainedConfig, count: int) -> PretrainedConfig:
     return short
 
 
-def _assemble_fake(structure: Structure, rule: ExitRule, parts: _FakeParts) -> None:
+def _assemble_fake(structure: Structure, rule: ExitRule, parts: _FakeParts, prefill_chunk: int | None) -> Flow:
     layers = tuple(range(structure.num_layers))
     on_backbone = rule.mode.kind != "quantized"
     placement = Placement(
@@ -121,9 +145,10 @@ def _assemble_fake(structure: Structure, rule: ExitRule, parts: _FakeParts) -> N
         slot_bytes=0,
         embed_tier="device",
         budget_bytes=0,
+        prefill_chunk=prefill_chunk,
     )
     device = torch.device("cpu")
-    assemble(
+    return assemble(
         structure,
         placement,
         parts,
@@ -164,15 +189,18 @@ class _FakeParts:
         return {name: self.outside(name, shape) for name, shape in self._structure.weight_shapes(layer).items()}
 
 
-def _step(model: Any, cache: SharedCache, batch: int, new_tokens: int, vocab_size: int) -> None:
+def _step(
+    model: Any, cache: SharedCache, batch: int, new_tokens: int, vocab_size: int, *, chunked: bool = False
+) -> None:
     """One forward pass, with the tensors that generate holds on to, and what sampling does with its logits."""
     ids = torch.zeros((batch, new_tokens), dtype=torch.long)
     kept_by_generate = torch.ones((batch, 2 * new_tokens + _COUNTERS_PER_ROW), dtype=torch.long)
     mask = None
-    if (
-        batch > 1 and new_tokens > 1 and not cache.get_seq_length()
-    ):  # rows of different length: padding makes transformers build a dense mask
-        mask = torch.ones((batch, 1, new_tokens, new_tokens), dtype=torch.bool)
+    cached_tokens = cache.get_seq_length()
+    if batch > 1 and new_tokens > 1 and (chunked or not cached_tokens):  # rows of different length have padding
+        # In chunks it stays two-dimensional. Else transformers builds a dense mask of it, and would read it for that.
+        dense = (batch, 1, new_tokens, new_tokens)
+        mask = torch.ones((batch, cached_tokens + new_tokens) if chunked else dense, dtype=torch.bool)
     kept = {cache_argument(model): cache}
     logits = model(ids, use_cache=True, logits_to_keep=1, attention_mask=mask, **kept).logits
     scores = logits[:, -1].to(copy=True, dtype=torch.float32)

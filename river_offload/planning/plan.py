@@ -12,7 +12,9 @@ import torch
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PretrainedConfig
 
 from policies.placement import place
+from policies.prefill import place_with_chunk
 from policies.types import Mode, Placement, Refusal
+from river_offload.attention import why_whole
 from river_offload.checkpoint.headers import TensorEntry
 from river_offload.checkpoint.reading import reading, require_json
 from river_offload.checkpoint.safetensors_files import Checkpoint
@@ -104,30 +106,40 @@ def _place(
     budget_bytes: int,
 ) -> Placement:
     """Run the model dry, weigh its parts and place them. `stored`: the layers' matrices on disk. Raises BudgetError."""
-    needs = dry_run(
-        structure.model.config,
-        precision,
-        context=config.context,
-        batch=config.batch,
-        modes=modes,
-        trust_remote_code=config.trust_remote_code,
-    )
     other = {entry.dtype for entry in stored} - {str(precision.dtype).removeprefix("torch.")}
-    sizes = model_sizes(
-        structure,
-        needs,
-        precision,
-        stored_dtype_bytes=max((getattr(torch, name).itemsize for name in other), default=None),
-        largest_stored_bytes=max((entry.nbytes for entry in stored), default=0),
-    )
-    placement = place(
-        sizes,
-        mode=modes[0],
-        also_modes=modes[1:],
-        min_exit=config.min_exit,
-        budget_bytes=budget_bytes,
-        slots=config.slots,
-    )
+
+    def place_chunk(prefill_chunk: int | None) -> Placement | Refusal:
+        needs = dry_run(
+            structure.model.config,
+            precision,
+            context=config.context,
+            batch=config.batch,
+            modes=modes,
+            prefill_chunk=prefill_chunk,
+            trust_remote_code=config.trust_remote_code,
+        )
+        sizes = model_sizes(
+            structure,
+            needs,
+            precision,
+            stored_dtype_bytes=max((getattr(torch, name).itemsize for name in other), default=None),
+            largest_stored_bytes=max((entry.nbytes for entry in stored), default=0),
+        )
+        return place(
+            sizes,
+            mode=modes[0],
+            also_modes=modes[1:],
+            min_exit=config.min_exit,
+            budget_bytes=budget_bytes,
+            slots=config.slots,
+            prefill_chunk=prefill_chunk,
+        )
+
+    chunk, context = config.prefill_chunk, config.context
+    if chunk is not None or why_whole(structure.decoder):
+        placement = place_chunk(None if chunk is None or chunk >= context else chunk)
+    else:
+        placement = place_with_chunk(place_chunk, context)
     if isinstance(placement, Refusal):
         raise _does_not_fit(placement, config)
     return placement
@@ -192,6 +204,9 @@ def _check_options(config: RiverConfig, structure: Structure) -> None:
     """Options that could not take effect on this model."""
     if config.min_exit > structure.num_layers:
         raise UsageError(f"min_exit is {config.min_exit}, the model has {structure.num_layers} layers")
+    chunk = config.prefill_chunk
+    if chunk is not None and chunk < config.context and (reason := why_whole(structure.decoder)):
+        raise UsageError(f"prefill_chunk={chunk} is not possible with this model: {reason}")
     if config.head_bits < 16:
         head, wish = structure.head, f"head_bits={config.head_bits}"
         if structure.head_name in structure.tied:
