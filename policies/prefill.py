@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
 
+from policies.profiles import HardwareProfile
 from policies.types import Placement, Refusal
 
 FULL_SPEED_TOKENS = 512
@@ -42,3 +46,41 @@ def place_with_chunk(place: Callable[[int | None], Placement | Refusal], context
 
 def _worth(placement: Placement) -> tuple[int, bool]:
     return len(placement.resident_layers), placement.embed_tier == "device"
+
+
+PrefillPolicy = Literal["auto", "exit", "backbone"]
+POLICIES: tuple[PrefillPolicy, ...] = ("auto", "exit", "backbone")
+
+
+@dataclass(frozen=True)
+class PrefillRule:
+    """Whether a prompt of mode exit may leave the backbone. Streamed layers are fetched once for all of its tokens, so
+    for a long one the whole backbone costs little more than the computation."""
+
+    policy: PrefillPolicy = "exit"
+    backbone_from_tokens: int = 0
+    """What `auto` goes by: prompts of so many tokens, all rows together, and more run the whole backbone."""
+
+    def on_backbone(self, tokens: int) -> bool:
+        """Does a prompt of `tokens`, all rows together, run the whole backbone?"""
+        return self.policy == "backbone" or (self.policy == "auto" and tokens >= self.backbone_from_tokens)
+
+
+def backbone_from_tokens(streamed_bytes: int, weights: int, profile: HardwareProfile) -> int:
+    """The shortest prompt whose computation takes as long as its streamed layers do on the link: from there on the
+    link is the faster half, and the backbone's layers come in behind the computation.
+
+    Args:
+        streamed_bytes: of all streamed layers.
+        weights: of all backbone layers, streamed or not: two operations each for every token.
+        profile: a machine like the one that runs.
+    """
+    if not streamed_bytes:
+        return 0
+    link_s = streamed_bytes / profile.link_bytes_per_s("host" if profile.pinned_bytes_per_s else "disk")
+    return math.ceil(link_s * profile.compute_flops / (2 * weights))
+
+
+def typical_profile(device_type: str) -> str:
+    """The profile that stands for a machine nobody has measured: "cpu" or "cuda"."""
+    return {"cpu": "cpu-cloud-2core", "cuda": "rtx-4060-8gb"}[device_type]

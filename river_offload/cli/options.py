@@ -133,6 +133,14 @@ class ModelOptions:
         str | None,
         _option("--on-miss", "WHAT", "Memory", "For a layer that is not there: wait, or exit.", RiverConfig.on_miss),
     ] = None
+    prefill: Annotated[
+        str | None,
+        _option("--prefill", "HOW", "River", "A prompt may exit, runs the backbone, or auto.", RiverConfig.prefill),
+    ] = None
+    prefill_chunk: Annotated[
+        int | None,
+        _option("--prefill-chunk", "N", "Memory", "Prompt tokens that a layer reads at once.", "what fits best"),
+    ] = None
     device: Annotated[
         str | None, _option("--device", "D", "Memory", "auto, cpu, cuda or cuda:N.", RiverConfig.device)
     ] = None
@@ -183,7 +191,7 @@ class ModelOptions:
         quant = {name: getattr(self, name) for name in ("bits", "group_size") if getattr(self, name) is not None}
         names = (
             *("mode", "tau", "min_exit", "head_bits", "budget", "context", "slots", "prefetch", "on_miss"),
-            *("link_limit", "device", "dtype", "cache_dir"),
+            *("link_limit", "prefill", "prefill_chunk", "device", "dtype", "cache_dir"),
         )
         given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         if quant:
