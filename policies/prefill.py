@@ -13,7 +13,7 @@ from policies.types import Placement, Refusal
 FULL_SPEED_TOKENS = 512
 """A chunk of so many tokens keeps a device busy: what one layer computes with them takes longer than reading its
 weights, on CPUs and GPUs alike. Longer chunks gain little more."""
-_WIDE: tuple[int | None, ...] = (None, 2048, 1024, FULL_SPEED_TOKENS)
+_LONGER = (2048, 1024)
 _NARROW = (256, 128, 64)
 
 
@@ -29,19 +29,23 @@ def place_with_chunk(place: Callable[[int | None], Placement | Refusal], context
         place: the placement for a chunk, or why there is none.
         context: the longest prompt in tokens.
     """
-    wide = [chunk for chunk in _WIDE if chunk is None or chunk < context]
-    tried = [place(wide[0])]
-    if isinstance(tried[0], Placement) and not tried[0].streamed_layers and tried[0].embed_tier == "device":
-        return tried[0]
-    tried += [place(chunk) for chunk in wide[1:]]
-    fitting = [one for one in tried if isinstance(one, Placement)]
-    if fitting:
-        return max(fitting, key=_worth)  # the first of equals is that of the longest chunk
+    whole = place(None)
+    if isinstance(whole, Placement) and not whole.streamed_layers and whole.embed_tier == "device":
+        return whole
+    quick = place(FULL_SPEED_TOKENS) if context > FULL_SPEED_TOKENS else whole
+    if isinstance(quick, Placement):
+        if isinstance(whole, Placement) and _worth(whole) >= _worth(quick):
+            return whole
+        longer = (place(chunk) for chunk in _LONGER if chunk < context)
+        fitting = (one for one in longer if isinstance(one, Placement))
+        return next((one for one in fitting if _worth(one) >= _worth(quick)), quick)
+    refused = [one for one in (whole, quick) if isinstance(one, Refusal)]
     for chunk in (chunk for chunk in _NARROW if chunk < context):
-        tried.append(place(chunk))
-        if isinstance(tried[-1], Placement):
-            return tried[-1]
-    return min((one for one in tried if isinstance(one, Refusal)), key=lambda refusal: refusal.needed_bytes)
+        narrow = place(chunk)
+        if isinstance(narrow, Placement):
+            return narrow
+        refused.append(narrow)
+    return min(refused, key=lambda refusal: refusal.needed_bytes)
 
 
 def _worth(placement: Placement) -> tuple[int, bool]:

@@ -114,12 +114,10 @@ class ModelOptions:
         _option("--budget", "SIZE", "Memory", "Device memory to stay within: 8GiB, 600MiB.", "what is free"),
     ] = None
     context: Annotated[
-        int | None,
-        _option("--context", "N", "Memory", "Tokens to plan for, prompt and new.", RiverConfig.context),
+        int | None, _option("--context", "N", "Memory", "Tokens to plan for, prompt and new.", RiverConfig.context)
     ] = None
     slots: Annotated[
-        int | None,
-        _option("--slots", "N", "Memory", "Buffers that streamed layers pass through.", RiverConfig.slots),
+        int | None, _option("--slots", "N", "Memory", "Buffers that streamed layers pass through.", RiverConfig.slots)
     ] = None
     prefetch: Annotated[
         str | None,
@@ -138,8 +136,7 @@ class ModelOptions:
         _option("--prefill", "HOW", "River", "A prompt may exit, runs the backbone, or auto.", RiverConfig.prefill),
     ] = None
     prefill_chunk: Annotated[
-        int | None,
-        _option("--prefill-chunk", "N", "Memory", "Prompt tokens that a layer reads at once.", "what fits best"),
+        int | None, _option("--prefill-chunk", "N", "Memory", "Prompt tokens a layer reads at once.", "what fits best")
     ] = None
     device: Annotated[
         str | None, _option("--device", "D", "Memory", "auto, cpu, cuda or cuda:N.", RiverConfig.device)
@@ -189,11 +186,9 @@ class ModelOptions:
     def load_arguments(self) -> dict[str, Any]:
         """Keyword arguments for `river_offload.load`: what was given, nothing else. Raises UsageError."""
         quant = {name: getattr(self, name) for name in ("bits", "group_size") if getattr(self, name) is not None}
-        names = (
-            *("mode", "tau", "min_exit", "head_bits", "budget", "context", "slots", "prefetch", "on_miss"),
-            *("link_limit", "prefill", "prefill_chunk", "device", "dtype", "cache_dir"),
-        )
-        given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        apart = ("bits", "group_size", "trust_remote_code")
+        values = {item.name: getattr(self, item.name) for item in fields(self) if item.name not in apart}
+        given = {name: value for name, value in values.items() if value is not None}
         if quant:
             given["quant"] = QuantConfig(**quant)
         if self.trust_remote_code:
