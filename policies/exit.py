@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from policies.types import Mode
 
@@ -22,6 +22,10 @@ class ExitRule:
     def of_passage(self, index: int) -> ExitRule:
         """The rule of the passage with this index in the trace: the same for all, unless depths are forced."""
         return self
+
+    def on_backbone(self) -> ExitRule:
+        """The rule of a prompt that shall run the whole backbone: what the mode or a forced depth fixes, stays."""
+        return replace(self, mode=Mode("backbone")) if self.mode.kind == "exit" else self
 
     def first_depth_on_river(self) -> int | None:
         """The first layer that runs on the river whatever the signal; None when there is none."""
@@ -58,6 +62,9 @@ class ForcedExit(ExitRule):
     """
 
     depth: int
+
+    def on_backbone(self) -> ExitRule:
+        return self
 
     def first_depth_on_river(self) -> int | None:
         return 0 if self.depth == 0 else None

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
 
+from policies.profiles import HardwareProfile
 from policies.types import Placement, Refusal
 
 FULL_SPEED_TOKENS = 512
 """A chunk of so many tokens keeps a device busy: what one layer computes with them takes longer than reading its
 weights, on CPUs and GPUs alike. Longer chunks gain little more."""
-_WIDE: tuple[int | None, ...] = (None, 2048, 1024, FULL_SPEED_TOKENS)
+_LONGER = (2048, 1024)
 _NARROW = (256, 128, 64)
 
 
@@ -25,20 +29,62 @@ def place_with_chunk(place: Callable[[int | None], Placement | Refusal], context
         place: the placement for a chunk, or why there is none.
         context: the longest prompt in tokens.
     """
-    wide = [chunk for chunk in _WIDE if chunk is None or chunk < context]
-    tried = [place(wide[0])]
-    if isinstance(tried[0], Placement) and not tried[0].streamed_layers and tried[0].embed_tier == "device":
-        return tried[0]
-    tried += [place(chunk) for chunk in wide[1:]]
-    fitting = [one for one in tried if isinstance(one, Placement)]
-    if fitting:
-        return max(fitting, key=_worth)  # the first of equals is that of the longest chunk
+    whole = place(None)
+    if isinstance(whole, Placement) and not whole.streamed_layers and whole.embed_tier == "device":
+        return whole
+    quick = place(FULL_SPEED_TOKENS) if context > FULL_SPEED_TOKENS else whole
+    if isinstance(quick, Placement):
+        if isinstance(whole, Placement) and _worth(whole) >= _worth(quick):
+            return whole
+        longer = (place(chunk) for chunk in _LONGER if chunk < context)
+        fitting = (one for one in longer if isinstance(one, Placement))
+        return next((one for one in fitting if _worth(one) >= _worth(quick)), quick)
+    refused = [one for one in (whole, quick) if isinstance(one, Refusal)]
     for chunk in (chunk for chunk in _NARROW if chunk < context):
-        tried.append(place(chunk))
-        if isinstance(tried[-1], Placement):
-            return tried[-1]
-    return min((one for one in tried if isinstance(one, Refusal)), key=lambda refusal: refusal.needed_bytes)
+        narrow = place(chunk)
+        if isinstance(narrow, Placement):
+            return narrow
+        refused.append(narrow)
+    return min(refused, key=lambda refusal: refusal.needed_bytes)
 
 
 def _worth(placement: Placement) -> tuple[int, bool]:
     return len(placement.resident_layers), placement.embed_tier == "device"
+
+
+PrefillPolicy = Literal["auto", "exit", "backbone"]
+POLICIES: tuple[PrefillPolicy, ...] = ("auto", "exit", "backbone")
+
+
+@dataclass(frozen=True)
+class PrefillRule:
+    """Whether a prompt of mode exit may leave the backbone. Streamed layers are fetched once for all of its tokens, so
+    for a long one the whole backbone costs little more than the computation."""
+
+    policy: PrefillPolicy = "exit"
+    backbone_from_tokens: int = 0
+    """What `auto` goes by: prompts of so many tokens, all rows together, and more run the whole backbone."""
+
+    def on_backbone(self, tokens: int) -> bool:
+        """Does a prompt of `tokens`, all rows together, run the whole backbone?"""
+        return self.policy == "backbone" or (self.policy == "auto" and tokens >= self.backbone_from_tokens)
+
+
+def backbone_from_tokens(streamed_bytes: int, weights: int, profile: HardwareProfile) -> int:
+    """The shortest prompt whose computation takes as long as its streamed layers do on the link: from there on the
+    link is the faster half, and the backbone's layers come in behind the computation.
+
+    Args:
+        streamed_bytes: of all streamed layers.
+        weights: of all backbone layers, streamed or not: two operations each for every token.
+        profile: a machine like the one that runs.
+    """
+    if not streamed_bytes:
+        return 0
+    link_s = streamed_bytes / profile.link_bytes_per_s("host" if profile.pinned_bytes_per_s else "disk")
+    return math.ceil(link_s * profile.compute_flops / (2 * weights))
+
+
+def typical_profile(device_type: str) -> str:
+    """The profile that stands for a machine nobody has measured: "cpu" or "cuda"."""
+    return {"cpu": "cpu-cloud-2core", "cuda": "rtx-4060-8gb"}[device_type]

@@ -16,6 +16,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from policies.exit import ExitRule
+from policies.prefill import PrefillRule
 from policies.types import Placement
 from river_offload.attention import deferred_masks
 from river_offload.call import Call
@@ -68,6 +69,7 @@ def assemble(
     streamed_bytes: Mapping[int, int],
     prefetcher: Prefetcher | None,
     on_miss: OnMiss = "wait",
+    prefill: PrefillRule | None = None,
 ) -> Flow:
     """Fill `structure.model` in place and put a RiverLayer at every depth; returns the flow its passages go through.
 
@@ -76,6 +78,7 @@ def assemble(
         slots, link: what streamed layers come through; an empty Slots and None when nothing is streamed.
         prefetcher: decides what the link does; None when nothing is streamed.
         on_miss: what a passage does about a layer that is not there.
+        prefill: whether prompts may leave the backbone in mode `exit`; they may when not given.
     """
     _place_outside(structure, placement, parts, device)
     backbone: dict[int, nn.Module] = {}
@@ -94,7 +97,7 @@ def assemble(
         if depth in needed:
             backbone[depth] = layer
     store = Store(backbone, streamed_bytes, slots, link, prefetcher)
-    flow = Flow(rule, store, trace, on_miss=on_miss, prefill_chunk=placement.prefill_chunk)
+    flow = Flow(rule, store, trace, on_miss=on_miss, prefill=prefill, prefill_chunk=placement.prefill_chunk)
     for depth in range(structure.num_layers):
         structure.layers[depth] = RiverLayer(depth, backbone.get(depth), river.get(depth), flow)
     _follow_passages(structure, flow)

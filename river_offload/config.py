@@ -125,6 +125,9 @@ class RiverConfig:
     """Bytes a second that streamed layers come at most: what a slower disk would do. CPU only; None for no limit."""
     on_miss: str = "wait"
     """What a passage does about a layer that is not there: `wait`, or `exit` to the river, in mode exit."""
+    prefill: str = "exit"
+    """Whether a prompt may leave the backbone in mode exit (`exit`) or runs all of it (`backbone`); `auto` decides by
+    its length."""
     also_modes: tuple[str, ...] = ()
     """Further modes whose parts are kept, so that the loaded model can switch to them."""
     trust_remote_code: bool = False
@@ -156,6 +159,9 @@ class RiverConfig:
         _require_one_of("on_miss", self.on_miss, ("wait", "exit"))
         if self.on_miss == "exit" and "exit" not in (self.mode, *self.also_modes):
             raise UsageError(f"on_miss=exit has no effect in mode {self.mode}: only mode exit may leave earlier")
+        _require_one_of("prefill", self.prefill, ("auto", "exit", "backbone"))
+        if self.prefill != "exit" and "exit" not in (self.mode, *self.also_modes):
+            raise UsageError(f"prefill={self.prefill} has no effect in mode {self.mode}: only mode exit has a choice")
         _require_one_of("head_bits", self.head_bits, (16, 8, 4))
         _require_one_of("dtype", self.dtype, ("auto", "float32", "bfloat16", "float16"))
         if self.cache_dir is not None and not isinstance(self.cache_dir, Path):

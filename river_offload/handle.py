@@ -17,6 +17,7 @@ from river_offload.config import RiverConfig, check_mode, check_option
 from river_offload.errors import ContextError, ModeError, UsageError, not_possible
 from river_offload.kv.cache import SharedCache
 from river_offload.passage import Flow
+from river_offload.progress import Progress
 from river_offload.store.store import Store
 from river_offload.trace import PassageRecord, Trace
 
@@ -88,6 +89,15 @@ class River:
     def store(self) -> Store:
         """Lends backbone layers, and knows how long that takes."""
         return self._flow.store
+
+    @property
+    def progress(self) -> Progress:
+        """Told about prompts that are read in chunks: one step for each chunk and layer. Silent unless set."""
+        return self._flow.progress
+
+    @progress.setter
+    def progress(self, progress: Progress) -> None:
+        self._flow.progress = progress
 
     @property
     def num_layers(self) -> int:
@@ -206,7 +216,10 @@ class River:
 
         `depths` has the depth of the passage that made each new token, the first being the prefill's; `mean_depth` is
         their mean without the prefill's (with it when there is no other). `peak_device_bytes` is what the weights hold
-        plus the highest that caches and working memory rose to. `host` tells how much of the host memory of a GPU's
+        plus the highest that caches and working memory rose to. `prefill` has the policy, the prompt length from which
+        `auto` chooses the backbone, and the mode that the prompt ran in.
+
+        `host` tells how much of the host memory of a GPU's
         layers is pinned; `misses` counts layers that were needed and not there, `wait_s` the time that cost.
         """
         account, records = self.account, self.account.records
@@ -223,6 +236,7 @@ class River:
             "mean_depth": sum(generated) / len(generated) if generated else None,
             "depths": depths,
             "prefill_depth": _first(records, "prefill"),
+            "prefill": self._prefill(records),
             "seconds": {
                 "load": self.load_s,
                 "prefill": prefill_s,
@@ -242,9 +256,19 @@ class River:
                 "streamed_layers": len(self.placement.streamed_layers),
                 "slots": self.placement.slots,
                 "embed_tier": self.placement.embed_tier,
+                "prefill_chunk": self.placement.prefill_chunk,
             },
             "planned_bytes": dict(self.placement.terms),
             **self._kernels,
+        }
+
+    def _prefill(self, records: list[PassageRecord]) -> dict[str, Any]:
+        rule = self._flow.prefill
+        modes = [record.mode for record in records if record.path == "prefill"]
+        return {
+            "policy": rule.policy,
+            "backbone_from_tokens": rule.backbone_from_tokens if rule.policy == "auto" else None,
+            "mode": modes[0] if modes else None,
         }
 
     def close(self) -> None:

@@ -63,6 +63,7 @@ class RiverLayer(nn.Module):
                 passage.look(self.depth + 1, entering, leaving, span)
             states[:, span] = leaving
             del leaving  # or it would be there during the next chunk
+            self._flow.progress.advance(1)
         return states
 
     def __reduce_ex__(self, protocol: Any) -> Any:

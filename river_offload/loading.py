@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,8 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from policies.exit import ExitRule
+from policies.prefill import POLICIES, PrefillRule, backbone_from_tokens, typical_profile
+from policies.profiles import load_profile
 from river_offload.assemble import assemble
 from river_offload.config import QuantConfig, RiverConfig
 from river_offload.handle import River, device_tensors
@@ -49,6 +52,7 @@ def load(
     prefetch: str = "next",
     link_limit: str | int | None = None,
     on_miss: str = "wait",
+    prefill: str = "exit",
     also_modes: tuple[str, ...] = (),
     trust_remote_code: bool = False,
     progress: Progress | None = None,
@@ -77,6 +81,7 @@ def load(
             "oracle" (what forced depths will need).
         link_limit: bytes a second that streamed layers come at most ("500MB"): what a slower disk would do. CPU only.
         on_miss: "wait" for a layer that is not there, or "exit" to the river at once (in mode exit).
+        prefill: in mode exit a prompt may "exit", or runs the whole "backbone"; "auto" goes by its length.
         also_modes: modes whose parts are built too, so that the loaded model can switch to them.
         trust_remote_code: run model code that comes with the checkpoint.
         progress: told about long work.
@@ -109,6 +114,7 @@ def load(
         prefetch=prefetch,
         link_limit=link_limit,
         on_miss=on_miss,
+        prefill=prefill,
         also_modes=also_modes,
         trust_remote_code=trust_remote_code,
     )
@@ -166,12 +172,31 @@ def _fill(plan: Plan, disk: DiskTier, streaming: Streaming, progress: Progress) 
         streamed_bytes=streaming.layer_bytes,
         prefetcher=streaming.prefetcher,
         on_miss="exit" if config.on_miss == "exit" else "wait",
+        prefill=_prefill_rule(plan, streaming),
     )
 
 
 def _about(config: RiverConfig) -> dict[str, Any]:
     """What the head of a trace says of the run."""
     return {"model": config.model, "mode": config.mode, "tau": config.tau, "min_exit": config.min_exit}
+
+
+def _prefill_rule(plan: Plan, streaming: Streaming) -> PrefillRule:
+    """Whether prompts may leave the backbone. What `auto` goes by is noted, since no option says it."""
+    policy = next(policy for policy in POLICIES if policy == plan.config.prefill)
+    if policy != "auto":
+        return PrefillRule(policy)
+    structure = plan.structure
+    layers = range(structure.num_layers)
+    weights = sum(math.prod(shape) for i in layers for shape in structure.weight_shapes(i).values())
+    profile = load_profile(typical_profile(plan.device.type))
+    rule = PrefillRule(policy, backbone_from_tokens(sum(streaming.layer_bytes.values()), weights, profile))
+    if "exit" in (plan.config.mode, *plan.config.also_modes):
+        shorter = ", shorter ones may leave it" if rule.backbone_from_tokens > 1 else ""
+        plan.checkpoint.notes.append(
+            f"prompts of {rule.backbone_from_tokens} tokens and more run the whole backbone{shorter}"
+        )
+    return rule
 
 
 def _handled(plan: Plan, flow: Flow, streaming: Streaming, kernels: dict[str, Any]) -> PreTrainedModel:

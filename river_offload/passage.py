@@ -13,9 +13,11 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from policies.exit import ExitRule
+from policies.prefill import PrefillRule
 from river_offload.call import Call
 from river_offload.chunks import Spans, spans_of
 from river_offload.errors import UsageError
+from river_offload.progress import Progress, Silent
 from river_offload.store.store import Store
 from river_offload.trace import PassageRecord, Trace
 
@@ -138,6 +140,7 @@ class Flow:
         store: lends backbone layers, and is told where the passage is so that it can look ahead.
         trace: gets the records.
         on_miss: what a passage does about a layer that is not there. In mode `exit` alone is leaving a choice.
+        prefill: whether a prompt may leave the backbone, in mode `exit`.
         prefill_chunk: a layer reads at most so many tokens a row at once; None for any number.
     """
 
@@ -148,15 +151,19 @@ class Flow:
         trace: Trace,
         *,
         on_miss: OnMiss = "wait",
+        prefill: PrefillRule | None = None,
         prefill_chunk: int | None = None,
     ) -> None:
         self.rule = rule
         self.store = store
         self.trace = trace
         self.on_miss = on_miss
+        self.prefill = prefill or PrefillRule()
         self.prefill_chunk = prefill_chunk
         self.spans: Spans = spans_of(prefill_chunk or 1)
         """The chunks that a layer reads one after the other. A dry run leaves out those that repeat."""
+        self.progress: Progress = Silent()
+        """Told about prompts that are read in chunks."""
         self.lock = threading.RLock()
         """Held during a forward pass and a generate: slots and passages belong to one thread at a time."""
         self.closing_tokens: frozenset[int] = frozenset()
@@ -190,7 +197,9 @@ class Flow:
             rule = self.rule.of_passage(len(self.trace.records))
         except IndexError as error:
             raise UsageError(f"{error}: force one depth for each, that of the prompt included") from error
-        cached_tokens = call.cached_tokens
+        cached_tokens, path = call.cached_tokens, self._path(call)
+        if path == "prefill" and self.prefill.on_backbone(call.rows * call.new_tokens):
+            rule = rule.on_backbone()
         self._passage = Passage(
             rule,
             call.rows,
@@ -199,7 +208,7 @@ class Flow:
             call.real_tokens(self.closing_tokens),
             margin=None if self._margin is None or not cached_tokens else self._margin.item(),
             exit_depth=rule.first_depth_on_river(),
-            path=self._path(call),
+            path=path,
             in_chunks=self._in_chunks(call.new_tokens, cached_tokens),
             given_states=call.tokens if call.tokens.ndim > 2 else None,
         )
@@ -208,6 +217,9 @@ class Flow:
         self.store.opened(call.new_tokens, self._passage.margin, known_depth, rule.tau)
         if self._passage.exit_depth == 0:
             self.store.left(0)
+        if self.prefill_chunk is not None and call.new_tokens > self.prefill_chunk:
+            chunks = math.ceil(call.new_tokens / self.prefill_chunk)
+            self.progress.start(f"reading {call.new_tokens} tokens", rule.num_layers * chunks, "steps")
         return self._passage
 
     def _in_chunks(self, new_tokens: int, cached_tokens: int) -> bool:
@@ -253,6 +265,7 @@ class Flow:
         passage, self._passage = self._passage, None
         before, done = self._before, _Counters.of(self.store)
         self._before = done
+        self.progress.finish()
         if passage is None or not completed:
             self.store.broken_off()
             return

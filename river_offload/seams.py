@@ -17,6 +17,7 @@ from river_offload.errors import ContextError, UsageError, not_possible
 from river_offload.handle import River
 from river_offload.kv.cache import SharedCache, cache_argument
 from river_offload.metering import meter_forward
+from river_offload.structure import attended_tokens
 
 _REFUSED = {
     "state_dict": "state_dict()",
@@ -63,6 +64,7 @@ def _accounted_generate(model: PreTrainedModel, river: River) -> Any:
             raise UsageError(f"the prompt is a {type(prompt).__name__}: expected a tensor of ids [rows, tokens]")
         if prompt.shape[1] == 0:
             raise UsageError("the prompt is empty: generation needs at least one token to start from")
+        _refuse_pieces(_option("prefill_chunk_size", config, kwargs))
         padding = _take_padding(inputs, kwargs)
         prompt = prompt[:, padding:]
         _give_cache(model, river, prompt, config, kwargs)
@@ -80,6 +82,14 @@ def _accounted_generate(model: PreTrainedModel, river: River) -> Any:
         return output
 
     return generate
+
+
+def _refuse_pieces(tokens: int | None) -> None:
+    if tokens is not None:
+        raise UsageError(
+            f"prefill_chunk_size={tokens} is not possible: each piece of the prompt would get a depth of its own. Load "
+            f"with prefill_chunk={tokens}, which cuts the prompt inside the layers and keeps one depth for all of it"
+        )
 
 
 def _take_padding(inputs: torch.Tensor | None, kwargs: dict[str, Any]) -> int:
@@ -112,6 +122,12 @@ def _give_cache(
     total = prompt_tokens + wanted
     context, planned_rows = river.config.context, river.config.batch
     asked = f"{prompt_tokens} prompt tokens and up to {wanted} new ones"
+    limit = attended_tokens(model.config.get_text_config(decoder=True))
+    if limit is not None and total > limit:
+        raise ContextError(
+            f"{asked} are more than the {limit} that this model attends to: shorten the prompt, or ask for fewer new "
+            "tokens"
+        )
     if total > context:
         raise ContextError(
             f"{asked} do not fit the planned context of {context}: load with a larger context, or ask for fewer new "

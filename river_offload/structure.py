@@ -140,6 +140,18 @@ def text_config(config: PretrainedConfig) -> PretrainedConfig:
     return config.get_text_config(decoder=True)
 
 
+def attended_tokens(config: PretrainedConfig) -> int | None:
+    """The longest text that a model attends to, stretched as far as its rotary tables are; None when nothing says."""
+    limit = getattr(config, "max_position_embeddings", None)
+    ropes = getattr(config, "rope_parameters", None) or {}
+    stretched = [
+        int(rope["original_max_position_embeddings"] * rope["factor"])
+        for rope in (ropes, *ropes.values())
+        if isinstance(rope, Mapping) and rope.get("original_max_position_embeddings") and rope.get("factor")
+    ]
+    return max([limit, *stretched]) if limit else None
+
+
 def _layer_list(decoder: PreTrainedModel, config: PretrainedConfig) -> tuple[str, nn.ModuleList]:
     for name, module in decoder.named_modules():
         if isinstance(module, nn.ModuleList) and len(module) == config.num_hidden_layers:

@@ -158,7 +158,9 @@ def test_the_report_accounts_for_the_last_generate(pair: Callable[..., Any]) -> 
         "streamed_layers": layers - 1,
         "slots": 2,
         "embed_tier": "disk",
+        "prefill_chunk": None,
     }
+    assert report["prefill"] == {"policy": "exit", "backbone_from_tokens": None, "mode": "exit"}
     assert report["kernel"] in report["kernels"]["self_attn.q_proj"]["kernel"]
     assert all(reason for _, reason in report["kernels"]["mlp.up_proj"]["declined"].items())
     assert sum(report["planned_bytes"].values()) <= report["budget_bytes"]

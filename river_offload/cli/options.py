@@ -136,8 +136,7 @@ class ModelOptions:
         ),
     ] = None
     slots: Annotated[
-        int | None,
-        _option("--slots", "N", "Memory", "Buffers that streamed layers pass through.", RiverConfig.slots),
+        int | None, _option("--slots", "N", "Memory", "Buffers that streamed layers pass through.", RiverConfig.slots)
     ] = None
     prefetch: Annotated[
         str | None,
@@ -150,6 +149,13 @@ class ModelOptions:
     on_miss: Annotated[
         str | None,
         _option("--on-miss", "WHAT", "Memory", "For a layer that is not there: wait, or exit.", RiverConfig.on_miss),
+    ] = None
+    prefill: Annotated[
+        str | None,
+        _option("--prefill", "HOW", "River", "A prompt may exit, runs the backbone, or auto.", RiverConfig.prefill),
+    ] = None
+    prefill_chunk: Annotated[
+        int | None, _option("--prefill-chunk", "N", "Memory", "Prompt tokens a layer reads at once.", "what fits best")
     ] = None
     device: Annotated[
         str | None, _option("--device", "D", "Memory", "auto, cpu, cuda or cuda:N.", RiverConfig.device)
@@ -199,11 +205,9 @@ class ModelOptions:
     def load_arguments(self) -> dict[str, Any]:
         """Keyword arguments for `river_offload.load`: what was given, nothing else. Raises UsageError."""
         quant = {name: getattr(self, name) for name in ("bits", "group_size") if getattr(self, name) is not None}
-        names = (
-            *("mode", "tau", "min_exit", "head_bits", "budget", "context", "slots", "prefetch", "on_miss"),
-            *("link_limit", "device", "dtype", "cache_dir"),
-        )
-        given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        apart = ("bits", "group_size", "trust_remote_code")
+        values = {item.name: getattr(self, item.name) for item in fields(self) if item.name not in apart}
+        given = {name: value for name, value in values.items() if value is not None}
         if quant:
             given["quant"] = QuantConfig(**quant)
         if self.trust_remote_code:

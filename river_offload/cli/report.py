@@ -35,6 +35,7 @@ def json_object(text: str, report: Mapping[str, Any], *, mode: str, tau: float, 
         "mean_depth": _number(report["mean_depth"]),
         "depths": list(report["depths"]),
         "prefill_depth": report["prefill_depth"],
+        "prefill": report["prefill"],
         "seconds": {name: _number(seconds[name]) for name in ("load", "prefill", "decode")},
         "tokens_per_s": _number(report["tokens_per_s"]),
         "bytes_streamed": report["bytes_streamed"],
@@ -42,7 +43,7 @@ def json_object(text: str, report: Mapping[str, Any], *, mode: str, tau: float, 
         "budget_bytes": report["budget_bytes"],
         "placement": {
             name: list(placement[name]) if isinstance(placement[name], tuple) else placement[name]
-            for name in ("resident_layers", "streamed_layers", "slots", "embed_tier")
+            for name in ("resident_layers", "streamed_layers", "slots", "embed_tier", "prefill_chunk")
         },
         "kernel": report["kernel"],
     }

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from policies.types import Placement
 from river_offload.cli.terminal import Terminal
 from river_offload.errors import CheckpointError
+from river_offload.progress import Progress
 
 
 class TraceLike(Protocol):
@@ -25,6 +26,7 @@ class Handle(Protocol):
     config: Any
     placement: Placement
     notes: Sequence[str]
+    progress: Progress
 
     @property
     def mode(self) -> str: ...
@@ -69,6 +71,7 @@ def opened(model: str, arguments: dict[str, Any], terminal: Terminal) -> Iterato
     finally:
         progress.finish()
     try:
+        loaded.river.progress = progress
         for remark in loaded.river.notes:
             terminal.note(f"note: {remark}")
         yield loaded

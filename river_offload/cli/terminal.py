@@ -30,6 +30,7 @@ _OPTIONS = {
     "head_bits": "--head-bits",
     "min_exit": "--min-exit",
     "on_miss": "--on-miss",
+    "prefill_chunk": "--prefill-chunk",
     "trust_remote_code": "--trust-remote-code",
     "quant.bits": "--bits",
     "quant.group_size": "--group-size",

@@ -78,13 +78,14 @@ class TextStream:
 
 class StopOnInterrupt:
     """While it is active the first Ctrl-C asks for a stop at the next token, where every layer's cache has the same
-    length; a second one, or one while nothing is being generated, is a KeyboardInterrupt as ever.
+    length; a second one, or one while the prompt is read or nothing is being generated, is a KeyboardInterrupt as ever.
 
     Also a stopping criterion of transformers.
     """
 
     def __init__(self) -> None:
         self.asked = False
+        self._begun = False
 
     def __enter__(self) -> StopOnInterrupt:
         self._previous = signal.signal(signal.SIGINT, self._handle)
@@ -96,10 +97,11 @@ class StopOnInterrupt:
     def __call__(self, input_ids: Any, scores: Any, **_: Any) -> Any:
         import torch
 
+        self._begun = True
         return torch.full((input_ids.shape[0],), self.asked, dtype=torch.bool, device=input_ids.device)
 
     def _handle(self, _number: int, _frame: FrameType | None) -> None:
-        if self.asked:
+        if self.asked or not self._begun:
             raise KeyboardInterrupt
         self.asked = True
 

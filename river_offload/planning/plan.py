@@ -24,7 +24,7 @@ from river_offload.progress import Progress
 from river_offload.quant.hqq import fitting
 from river_offload.quant.kernels import ordered
 from river_offload.quant.precision import Precision
-from river_offload.structure import Structure, text_config
+from river_offload.structure import Structure, attended_tokens, text_config
 
 
 @dataclass
@@ -151,7 +151,7 @@ def _generation_config(directory: Path) -> GenerationConfig | None:
 
 def fit_context(config: RiverConfig, model_config: PretrainedConfig, notes: list[str]) -> RiverConfig:
     """No memory for tokens that the model cannot attend to."""
-    limit = getattr(model_config, "max_position_embeddings", None)
+    limit = attended_tokens(model_config)
     if not limit or config.context <= limit:
         return config
     notes.append(f"context {config.context} is more than the {limit} tokens the model attends to: planned for {limit}")

@@ -69,6 +69,7 @@ class StubModel:
         self.tokenizer = make_tokenizer()
         self.trace = StubTrace()
         self.notes: list[str] = []
+        self.progress: Any = None
         self.placement = Placement(
             mode=Mode.parse(self.mode), min_exit=1, resident_layers=(0, 1), streamed_layers=tuple(range(2, 30)),
             river_layers=tuple(range(1, 30)), slots=2, slot_bytes=1000, embed_tier="device",
@@ -122,6 +123,7 @@ class StubModel:
             "mean_depth": 4.25,
             "depths": [4] * self._new_tokens,
             "prefill_depth": 6,
+            "prefill": {"policy": "exit", "backbone_from_tokens": None, "mode": "exit"},
             "bytes_streamed": 3 * 2**30,
             "peak_device_bytes": 190 * 2**20,
             "budget_bytes": 200 * 2**20,
@@ -129,7 +131,8 @@ class StubModel:
             "seconds": {"load": 1.5, "prefill": 0.5, "decode": float("nan")},
             "tokens_per_s": 23.06,
             "placement": {
-                "resident_layers": (0, 1), "streamed_layers": (2, 3), "slots": 2, "embed_tier": "device", "more": 1,
+                "resident_layers": (0, 1), "streamed_layers": (2, 3), "slots": 2, "embed_tier": "device",
+                "prefill_chunk": 512, "more": 1,
             },
         }  # fmt: skip
 

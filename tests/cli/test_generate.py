@@ -14,7 +14,7 @@ from river_offload.errors import BudgetError, CheckpointError
 
 FIELDS = [
     "text", "prompt_tokens", "new_tokens", "mode", "tau", "num_layers", "mean_depth", "depths", "prefill_depth",
-    "seconds", "tokens_per_s", "bytes_streamed", "peak_device_bytes", "budget_bytes", "placement", "kernel",
+    "prefill", "seconds", "tokens_per_s", "bytes_streamed", "peak_device_bytes", "budget_bytes", "placement", "kernel",
 ]  # fmt: skip
 
 
@@ -37,7 +37,8 @@ def test_json_is_one_object_with_the_promised_fields(stub, runner):
     assert answer["text"] == "Blue light scatters."
     assert answer["seconds"] == {"load": 1.5, "prefill": 0.5, "decode": None}
     assert answer["placement"] == {
-        "resident_layers": [0, 1], "streamed_layers": [2, 3], "slots": 2, "embed_tier": "device"
+        "resident_layers": [0, 1], "streamed_layers": [2, 3], "slots": 2, "embed_tier": "device",
+        "prefill_chunk": 512,
     }  # fmt: skip
     assert (answer["mode"], answer["tau"]) == ("exit", 0.5)
 
@@ -65,6 +66,10 @@ def test_only_given_options_reach_load(stub, runner):
         "predicted",
         "--on-miss",
         "exit",
+        "--prefill",
+        "auto",
+        "--prefill-chunk",
+        "32",
         "--budget",
         "200MiB",
         "--device",
@@ -84,7 +89,7 @@ def test_only_given_options_reach_load(stub, runner):
     assert (quant.bits, quant.group_size) == (8, 32)
     assert given == {
         "model": "demo", "mode": "exit", "tau": -1.0, "min_exit": 3, "head_bits": 8, "slots": 1, "context": 99,
-        "prefetch": "predicted", "on_miss": "exit",
+        "prefetch": "predicted", "on_miss": "exit", "prefill": "auto", "prefill_chunk": 32,
         "budget": "200MiB", "device": "cpu", "dtype": "float32", "trust_remote_code": True,
         "cache_dir": "/river/cache",
     }  # fmt: skip

@@ -1,0 +1,104 @@
+"""How a prompt is read: the chunk that costs no resident layer, and the length from which the backbone is cheap."""
+
+from __future__ import annotations
+
+import pytest
+
+from policies.exit import ExitRule, ForcedExit
+from policies.prefill import PrefillRule, backbone_from_tokens, place_with_chunk, typical_profile
+from policies.profiles import load_profile
+from policies.types import Mode, Placement, Refusal
+
+LAYERS, LAYER_BYTES, TOKEN_BYTES = 8, 1000, 1
+
+
+def place(budget_bytes: int, asked: list[int | None], context: int = 4096):
+    """Placements of a model that needs a byte of working memory a token, and a byte a token outside the layers."""
+
+    def placed(chunk: int | None) -> Placement | Refusal:
+        asked.append(chunk)
+        transient_bytes = TOKEN_BYTES * (chunk or context)
+        resident = min((budget_bytes - transient_bytes) // LAYER_BYTES, LAYERS)
+        if resident < 0:
+            return Refusal(budget_bytes, transient_bytes, {"transient": transient_bytes}, "transient")
+        return Placement(
+            mode=Mode("exit"), min_exit=1, resident_layers=tuple(range(resident)),
+            streamed_layers=tuple(range(resident, LAYERS)), river_layers=(), slots=0, slot_bytes=0,
+            embed_tier="device", budget_bytes=budget_bytes, prefill_chunk=chunk,
+        )  # fmt: skip
+
+    return placed
+
+
+@pytest.mark.parametrize(
+    ("budget_bytes", "chunk"),
+    [
+        (20_000, None),  # all is resident: nothing to gain
+        (10_900, 2048),
+        (9_900, 1024),  # 2048 would cost the eighth layer
+        (8_600, 512),
+        (2_048, 1024),  # the longest with as many layers as 512
+        (500, 256),  # nothing longer fits at all
+        (200, 128),
+        (64, 64),
+    ],
+)
+def test_the_longest_chunk_that_costs_no_layer(budget_bytes: int, chunk: int | None) -> None:
+    found = place_with_chunk(place(budget_bytes, []), 4096)
+    assert isinstance(found, Placement)
+    assert found.prefill_chunk == chunk
+
+
+def test_no_chunk_is_tried_that_no_prompt_needs() -> None:
+    asked: list[int | None] = []
+    place_with_chunk(place(20_000, asked), 4096)
+    assert asked == [None]
+    asked.clear()
+    place_with_chunk(place(700, asked, context=600), 600)
+    assert asked == [None, 512]
+    asked.clear()
+    place_with_chunk(place(60, asked, context=64), 64)
+    assert asked == [None]
+
+
+def test_a_refusal_is_that_of_the_cheapest_chunk() -> None:
+    refused = place_with_chunk(place(63, []), 4096)
+    assert isinstance(refused, Refusal)
+    assert refused.needed_bytes == 64
+    accepted = place_with_chunk(place(refused.needed_bytes, []), 4096)
+    assert isinstance(accepted, Placement)
+
+
+def test_more_budget_never_keeps_fewer_layers_at_full_speed() -> None:
+    placed = [place_with_chunk(place(budget_bytes, []), 4096) for budget_bytes in range(64, 14_000, 97)]
+    resident = [len(p.resident_layers) for p in placed if isinstance(p, Placement) and (p.prefill_chunk or 512) >= 512]
+    assert resident == sorted(resident)
+    assert resident[-1] == LAYERS
+
+
+def test_the_backbone_is_cheap_once_computing_takes_as_long_as_fetching() -> None:
+    cpu = load_profile(typical_profile("cpu"))
+    layer_bytes, weights = 416 * 2**20, 218_000_000
+    tokens = backbone_from_tokens(32 * layer_bytes, 32 * weights, cpu)
+    link_s = 32 * layer_bytes / cpu.disk_bytes_per_s
+    compute_s = [2 * 32 * weights * count / cpu.compute_flops for count in (tokens - 1, tokens)]
+    assert compute_s[0] < link_s <= compute_s[1]
+    # Half as much to fetch, half as long a prompt; nothing to fetch, any prompt.
+    assert backbone_from_tokens(16 * layer_bytes, 32 * weights, cpu) == pytest.approx(tokens / 2, abs=1)
+    assert backbone_from_tokens(0, 32 * weights, cpu) == 0
+    assert backbone_from_tokens(32 * layer_bytes, 32 * weights, load_profile(typical_profile("cuda"))) > tokens
+
+
+@pytest.mark.parametrize(
+    ("policy", "decisions"), [("exit", [False, False]), ("backbone", [True, True]), ("auto", [False, True])]
+)
+def test_only_auto_looks_at_the_length(policy, decisions) -> None:
+    rule = PrefillRule(policy, backbone_from_tokens=100)
+    assert [rule.on_backbone(tokens) for tokens in (99, 100)] == decisions
+
+
+def test_what_a_mode_or_a_forced_depth_fixes_stays() -> None:
+    rule = ExitRule(Mode("exit"), 0.5, 1, LAYERS)
+    assert rule.on_backbone() == ExitRule(Mode("backbone"), 0.5, 1, LAYERS)
+    for fixed in (ExitRule(Mode("fixed", 2), 0.5, 1, LAYERS), ForcedExit(Mode("exit"), 0.5, 1, LAYERS, 3)):
+        assert fixed.on_backbone() is fixed
