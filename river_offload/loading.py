@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,9 @@ from policies.exit import ExitRule
 from river_offload.assemble import assemble
 from river_offload.config import QuantConfig, RiverConfig
 from river_offload.handle import River, device_tensors
+from river_offload.kv.cache import SharedCache
+from river_offload.kv.kind import KvKind
+from river_offload.kv.memory import host_memory
 from river_offload.memory.probes import return_freed_memory
 from river_offload.memory.storages import storage_bytes
 from river_offload.parts import CheckpointParts
@@ -35,6 +39,8 @@ def load(
     host_budget: str | int | None = None,
     context: int = 4096,
     batch: int = 1,
+    kv_bits: int = 16,
+    kv_tier: str = "device",
     mode: str = "exit",
     tau: float = 0.5,
     min_exit: int = 1,
@@ -59,6 +65,9 @@ def load(
             disk; None for what is free now.
         context: tokens per row that the KV cache and the working memory are planned for.
         batch: rows planned for.
+        kv_bits: 16 keeps keys and values as they are; 8 or 4 quantizes those of all but the recent tokens.
+        kv_tier: where they rest between passes: "device", or "host": pinned memory of a GPU, for a CPU an unnamed file
+            in cache_dir that is mapped into memory. Each layer's are brought in when it runs.
         mode: "exit", "backbone", "quantized" or "fixed:D".
         tau: exit threshold of mode exit (River-LLM: 0.5 for Llama, 0.7 near-lossless).
         min_exit: the fewest backbone layers a passage runs in mode exit.
@@ -89,6 +98,8 @@ def load(
         host_budget=host_budget,
         context=context,
         batch=batch,
+        kv_bits=kv_bits,
+        kv_tier=kv_tier,
         mode=mode,
         tau=tau,
         min_exit=min_exit,
@@ -187,6 +198,12 @@ def _handled(plan: Plan, flow: Flow, streaming: Streaming, kernels: dict[str, An
         notes=plan.checkpoint.notes,
         measure_device_bytes=device_bytes,
         host_bytes=host_bytes,
+        make_cache=functools.partial(
+            SharedCache,
+            model.config.get_text_config(decoder=True),
+            kind=KvKind.of(plan.config),
+            host=host_memory(plan.device, plan.cache_dir / "kv"),
+        ),
         on_close=plan.checkpoint.close,
     )
     install_seams(model, river)
