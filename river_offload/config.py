@@ -101,7 +101,8 @@ class RiverConfig:
     budget: int | None = None
     """Device bytes; None for what the device has free."""
     host_budget: int | None = None
-    """Bytes of main memory for layers that wait there, the others stay on disk; None for what the machine has free."""
+    """Bytes of main memory for layers that wait there, the others stay on disk, and for keys and values of kv_tier
+    host; None for what the machine has free."""
     context: int = 4096
     """Tokens the KV cache is planned for, prompt and new ones together."""
     batch: int = 1

@@ -215,6 +215,11 @@ class River:
                 "slots": self.placement.slots,
                 "embed_tier": self.placement.embed_tier,
             },
+            "kv": {
+                "bits": self.config.kv_bits,
+                "tier": self.config.kv_tier,
+                "planned_host_bytes": self.placement.kv_host_bytes,
+            },
             "planned_bytes": dict(self.placement.terms),
             **self._kernels,
         }

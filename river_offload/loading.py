@@ -16,7 +16,7 @@ from river_offload.config import QuantConfig, RiverConfig
 from river_offload.handle import River, device_tensors
 from river_offload.kv.cache import SharedCache
 from river_offload.kv.kind import KvKind
-from river_offload.kv.memory import host_memory
+from river_offload.kv.memory import host_memory, kv_folder
 from river_offload.memory.probes import return_freed_memory
 from river_offload.memory.storages import storage_bytes
 from river_offload.parts import CheckpointParts
@@ -202,7 +202,7 @@ def _handled(plan: Plan, flow: Flow, streaming: Streaming, kernels: dict[str, An
             SharedCache,
             model.config.get_text_config(decoder=True),
             kind=KvKind.of(plan.config),
-            host=host_memory(plan.device, plan.cache_dir / "kv"),
+            host=host_memory(plan.device, kv_folder(plan.cache_dir)),
         ),
         on_close=plan.checkpoint.close,
     )

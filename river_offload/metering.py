@@ -33,7 +33,7 @@ def meter_forward(model: PreTrainedModel, river: River) -> None:
             rise_bytes = single_token_bytes[key]
             output = plain(*args, **kwargs)
         else:
-            with StorageMeter() as meter:
+            with StorageMeter(model.device) as meter:
                 output = plain(*args, **kwargs)
             rise_bytes = meter.peak_bytes
             if call.new_tokens == 1 and call.cached_tokens:  # an empty cache is allocated on the way

@@ -117,6 +117,14 @@ class ModelOptions:
         int | None,
         _option("--context", "N", "Memory", "Tokens to plan for, prompt and new.", RiverConfig.context),
     ] = None
+    kv_bits: Annotated[
+        int | None,
+        _option("--kv-bits", "N", "Memory", "Bits of a cached key or value: 16, 8 or 4.", RiverConfig.kv_bits),
+    ] = None
+    kv_tier: Annotated[
+        str | None,
+        _option("--kv-tier", "TIER", "Memory", "Where the KV cache rests: device or host.", RiverConfig.kv_tier),
+    ] = None
     slots: Annotated[
         int | None,
         _option("--slots", "N", "Memory", "Buffers that streamed layers pass through.", RiverConfig.slots),
@@ -176,7 +184,7 @@ class ModelOptions:
         quant = {name: getattr(self, name) for name in ("bits", "group_size") if getattr(self, name) is not None}
         names = (
             *("mode", "tau", "min_exit", "head_bits", "budget", "context", "slots", "prefetch", "on_miss"),
-            *("device", "dtype", "cache_dir"),
+            *("device", "dtype", "cache_dir", "kv_bits", "kv_tier"),
         )
         given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         if quant:

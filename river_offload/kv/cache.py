@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_iter
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
@@ -148,12 +149,12 @@ class SharedCache(Cache):
     ) -> None:
         self.capacity = capacity
         self.kind = kind
-        self._workspace = Workspace(capacity)
+        self.workspace = Workspace(capacity)
         layers: list[Any] = []
         for index, layer in enumerate(DynamicCache(config=config).layers):
             if type(layer) is DynamicLayer:
                 plain = kind.is_plain
-                layers.append(SharedLayer(capacity) if plain else RestingLayer(capacity, kind, self._workspace, host))
+                layers.append(SharedLayer(capacity) if plain else RestingLayer(capacity, kind, self.workspace, host))
             elif type(layer) is DynamicSlidingWindowLayer:
                 layers.append(WindowLayer(layer.sliding_window))
             else:
@@ -166,13 +167,8 @@ class SharedCache(Cache):
     def device_tensors(self) -> Iterator[torch.Tensor | None]:
         """What the cache holds on the device, None where a layer holds nothing yet."""
         for layer in self.layers:
-            yield from layer.device_tensors() if isinstance(layer, RestingLayer) else (layer.keys, layer.values)
-        yield from self._workspace.tensors()
-
-    def host_tensors(self) -> Iterator[torch.Tensor]:
-        """What it holds on the host."""
-        for layer in self.layers:
-            yield from layer.host_tensors() if isinstance(layer, RestingLayer) else ()
+            yield from device_tensors(layer)
+        yield from self.workspace.tensors()
 
     def mark(self) -> Mark:
         """What to hand to `back_to`: the views and lengths of every layer, no copies."""
@@ -196,7 +192,22 @@ def cache_tensors(cache: Cache) -> Iterator[torch.Tensor | None]:
         yield from cache.device_tensors()
         return
     for layer in cache.layers:
-        yield from (layer.keys, layer.values)
+        yield from device_tensors(layer)
+
+
+def device_tensors(layer: Any) -> Iterator[torch.Tensor | None]:
+    """What a layer of a cache holds on the device by itself, None where it holds nothing yet."""
+    yield from layer.device_tensors() if isinstance(layer, RestingLayer) else (layer.keys, layer.values)
+
+
+def host_tensors(layer: Any) -> Iterator[torch.Tensor]:
+    """What a layer of a cache holds on the host."""
+    yield from layer.host_tensors() if isinstance(layer, RestingLayer) else ()
+
+
+def mark_tensors(before: dict[str, Any]) -> Iterator[torch.Tensor]:
+    """What the mark of a layer keeps alive on the device."""
+    yield from (value for value in tree_iter(before) if isinstance(value, torch.Tensor))
 
 
 def _empty_like(states: torch.Tensor, capacity: int) -> torch.Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import mmap
 import os
+import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -25,6 +26,22 @@ def host_memory(device: torch.device, folder: Path) -> Allocate:
     if device.type == "cuda":
         return pinned_memory
     return lambda shape, dtype: file_memory(folder, shape, dtype)
+
+
+def kv_folder(cache_dir: Path) -> Path:
+    """Where a CPU keeps keys and values that rest on the host."""
+    return cache_dir / "kv"
+
+
+def require_space(folder: Path, need_bytes: int) -> None:
+    """Raises CacheError when the disk of `folder`, which is made, has fewer than `need_bytes` free."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        free_bytes = shutil.disk_usage(folder).free
+    except OSError as error:
+        raise _no_memory(folder, need_bytes, error.strerror or str(error)) from error
+    if free_bytes < need_bytes:
+        raise _no_memory(folder, need_bytes, f"{free_bytes} are free")
 
 
 def plain_memory(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -52,11 +69,15 @@ def file_memory(folder: Path, shape: tuple[int, ...], dtype: torch.dtype) -> tor
             _reserve(file, nbytes)
             mapped = mmap.mmap(file.fileno(), nbytes)
     except OSError as error:
-        raise CacheError(
-            f"{nbytes} bytes for keys and values cannot be had in {folder}: {error.strerror or error}; free some "
-            "space, take a smaller context, or name another folder with cache_dir"
-        ) from error
+        raise _no_memory(folder, nbytes, error.strerror or str(error)) from error
     return torch.frombuffer(mapped, dtype=dtype).view(shape)
+
+
+def _no_memory(folder: Path, need_bytes: int, why: str) -> CacheError:
+    return CacheError(
+        f"{need_bytes} bytes for keys and values cannot be had in {folder}: {why}. Free some space, take a smaller "
+        "context or fewer kv_bits, or choose another folder with cache_dir"
+    )
 
 
 def _reserve(file: IO[bytes], nbytes: int) -> None:

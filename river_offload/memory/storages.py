@@ -26,13 +26,17 @@ class StorageMeter(TorchDispatchMode):
 
     What an operator allocates and frees inside itself never appears as a tensor and is not seen.
 
+    Args:
+        device: count what is on it; None for all.
+
     Attributes:
         current_bytes: alive now.
         peak_bytes: the most that was alive at once.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device | None = None) -> None:
         super().__init__()
+        self._device = device
         self.current_bytes = 0
         self.peak_bytes = 0
         self._alive: dict[int, int] = {}
@@ -47,7 +51,7 @@ class StorageMeter(TorchDispatchMode):
 
     def _count(self, storage: torch.UntypedStorage, known: set[int]) -> None:
         key = storage._cdata
-        if key in known or key in self._alive:
+        if key in known or key in self._alive or self._device not in (None, storage.device):
             return
         nbytes = storage.nbytes()
         self._alive[key] = nbytes

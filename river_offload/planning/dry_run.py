@@ -19,7 +19,8 @@ from transformers import PretrainedConfig
 from policies.exit import ExitRule
 from policies.types import Mode, Placement
 from river_offload.assemble import assemble
-from river_offload.kv.cache import SharedCache, cache_argument
+from river_offload.kv.cache import Mark, SharedCache, cache_argument, device_tensors, host_tensors, mark_tensors
+from river_offload.kv.kind import PLAIN, KvKind
 from river_offload.memory.storages import StorageMeter, storage_bytes
 from river_offload.quant.precision import Precision
 from river_offload.store.slots import Slots
@@ -35,9 +36,11 @@ class Needs:
     """Device bytes a running model needs beside its weights."""
 
     kv_bytes: int
-    """The whole KV cache, full."""
+    """What the whole KV cache holds on the device, full, and with it what a passage under way has replaced."""
     transient_bytes: int
     """The most that any passage allocates beside it: activations, masks, logits, dequantization, sampling."""
+    kv_host_bytes: int = 0
+    """What the cache holds on the host: main memory of a GPU, disk of a CPU."""
 
 
 def dry_run(
@@ -47,6 +50,7 @@ def dry_run(
     context: int,
     batch: int,
     modes: tuple[Mode, ...],
+    kv_kind: KvKind = PLAIN,
     trust_remote_code: bool = False,
 ) -> Needs:
     """Run prompts and single tokens that fill the context down each path that `modes` can take.
@@ -54,6 +58,7 @@ def dry_run(
     Args:
         config: the text config of the model.
         context, batch: tokens per row, rows.
+        kv_kind: of the cache.
     """
     whole = Structure.of(config, precision.dtype, trust_remote_code=trust_remote_code)
     kinds = whole.kinds()
@@ -62,23 +67,36 @@ def dry_run(
     firsts = {kind: kinds.index(kind, 1) if kind in kinds[1:] else 0 for kind in kinds}
     count = max(firsts.values()) + 1
     short = _first_layers(config, count)
-    transient_bytes, layer_kv_bytes = 0, [0] * count
+    transient_bytes = kv_bytes = kv_host_bytes = 0
     for rule in _paths(modes, count):
         fake = FakeTensorMode(allow_non_fake_inputs=True)
         with fake, torch.no_grad():
             structure = Structure.of(short, precision.dtype, trust_remote_code=trust_remote_code)
             _assemble_fake(structure, rule, _FakeParts(structure, precision))
-            cache = SharedCache(short, context)
+            cache = SharedCache(short, context, kv_kind)
             _step(structure.model, cache, batch, 1, short.vocab_size)
             cache.reset()  # all but the windows is allocated now and is no part of what follows
             for cached_tokens, new_tokens in _steps(context):
                 if not cached_tokens:
                     cache.reset()
+                before = cache.mark()
                 with StorageMeter() as meter:
                     _step(structure.model, cache, batch, new_tokens, short.vocab_size)
                 transient_bytes = max(transient_bytes, meter.peak_bytes)
-            layer_kv_bytes = [storage_bytes((layer.keys, layer.values)) for layer in cache.layers]
-    return Needs(sum(layer_kv_bytes[kinds.index(kind)] for kind in kinds), transient_bytes)
+            kv_bytes, kv_host_bytes = _kv_bytes(cache, before, [kinds.index(kind) for kind in kinds])
+    return Needs(kv_bytes, transient_bytes, kv_host_bytes)
+
+
+def _kv_bytes(cache: SharedCache, before: Mark, like: list[int]) -> tuple[int, int]:
+    """Bytes on the device and on the host of a cache whose layers are like those of `cache` that `like` names.
+
+    `before` is the mark of the last passage: until one is over, the cache could go back to it.
+    """
+    layers = list(zip(cache.layers, before, strict=True))
+    device = [storage_bytes([*device_tensors(layer), *mark_tensors(old)]) for layer, old in layers]
+    host = [storage_bytes(host_tensors(layer)) for layer in cache.layers]
+    workspace_bytes = storage_bytes(cache.workspace.tensors())
+    return workspace_bytes + sum(device[place] for place in like), sum(host[place] for place in like)
 
 
 def _steps(context: int) -> list[tuple[int, int]]:

@@ -19,6 +19,9 @@ from river_offload.checkpoint.safetensors_files import Checkpoint
 from river_offload.checkpoint.source import resolve
 from river_offload.config import RiverConfig, check_mode, default_cache_dir, format_size
 from river_offload.errors import BudgetError, CheckpointError, UsageError
+from river_offload.kv.cache import SharedCache, WindowLayer
+from river_offload.kv.kind import KvKind
+from river_offload.kv.memory import kv_folder, require_space
 from river_offload.memory.probes import free_device_bytes
 from river_offload.planning.dry_run import dry_run
 from river_offload.planning.sizes import model_sizes
@@ -77,6 +80,7 @@ def make_plan(config: RiverConfig, progress: Progress) -> Plan:
         if budget_bytes is None:
             budget_bytes, budget_source = free_device_bytes(device)
         placement = _place(config, structure, precision, modes, stored, budget_bytes)
+        _check_host(config, placement, device, cache_dir)
     except BaseException:
         checkpoint.close()
         raise
@@ -110,6 +114,7 @@ def _place(
         context=config.context,
         batch=config.batch,
         modes=modes,
+        kv_kind=KvKind.of(config),
         trust_remote_code=config.trust_remote_code,
     )
     other = {entry.dtype for entry in stored} - {str(precision.dtype).removeprefix("torch.")}
@@ -190,6 +195,12 @@ def _check_options(config: RiverConfig, structure: Structure) -> None:
     """Options that could not take effect on this model."""
     if config.min_exit > structure.num_layers:
         raise UsageError(f"min_exit is {config.min_exit}, the model has {structure.num_layers} layers")
+    kind = KvKind.of(config)
+    if not kind.is_plain and all(isinstance(layer, WindowLayer) for layer in SharedCache(structure.model.config, 1).layers):
+        raise UsageError(
+            f"{kind} has no effect: attention slides in every layer of this model, and a window stays on the device as "
+            "it is; leave kv_bits and kv_tier out"
+        )
     if config.head_bits < 16:
         head, wish = structure.head, f"head_bits={config.head_bits}"
         if structure.head_name in structure.tied:
@@ -198,6 +209,20 @@ def _check_options(config: RiverConfig, structure: Structure) -> None:
             raise UsageError(
                 f"{wish} is not possible: in the LM head {reason}; use another group size, or head_bits=16"
             )
+
+
+def _check_host(config: RiverConfig, placement: Placement, device: torch.device, cache_dir: Path) -> None:
+    """Does the host tier hold what the cache rests there? Asked before hours of work, not after."""
+    need_bytes = placement.kv_host_bytes
+    if not need_bytes:
+        return
+    if device.type == "cpu":
+        require_space(kv_folder(cache_dir), need_bytes)
+    elif config.host_budget is not None and config.host_budget < need_bytes:
+        raise UsageError(
+            f"host_budget is {config.host_budget} bytes, the keys and values that kv_tier=host keeps there take "
+            f"{need_bytes}: give at least as much, or take a smaller context or fewer kv_bits"
+        )
 
 
 def _layer_keys(structure: Structure, keys: Mapping[str, str]) -> Iterator[str]:

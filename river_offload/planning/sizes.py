@@ -42,6 +42,7 @@ def model_sizes(
         head_can_shrink=bool(head) and precision.head_can_shrink(structure.head),
         other_bytes=sum(outside.values()) + _buffer_bytes(structure),
         kv_bytes=needs.kv_bytes,
+        kv_host_bytes=needs.kv_host_bytes,
         transient_bytes=needs.transient_bytes,
         embed_away_tier=_away_tier(structure, device_type),
         load_bytes=max(_load_bytes(structure, precision, i, stored_dtype_bytes) for i in layers),
