@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+
 from river_offload.config import RiverConfig
 
 BLOCK_TOKENS = 32

@@ -21,6 +21,11 @@ Allocate = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
 _ZEROS = bytes(1 << 20)
 
 
+def device_memory(device: torch.device) -> Allocate:
+    """Memory of the device that attention runs on."""
+    return lambda shape, dtype: torch.empty(shape, dtype=dtype, device=device)
+
+
 def host_memory(device: torch.device, folder: Path) -> Allocate:
     """Where the host tier of a cache on `device` rests; `folder` is where a CPU keeps the file."""
     if device.type == "cuda":

@@ -10,7 +10,7 @@ from transformers.cache_utils import DynamicLayer
 
 from river_offload.errors import ContextError
 from river_offload.kv.kind import RECENT_TOKENS, ROLLBACK_TOKENS, KvKind
-from river_offload.kv.memory import Allocate
+from river_offload.kv.memory import Allocate, device_memory
 from river_offload.kv.rest import PlainRest, QuantizedRest, Rest
 
 
@@ -56,15 +56,23 @@ class RestingLayer(DynamicLayer):
     Transformers' own QuantizedCache does not serve: it cannot be cropped, it concatenates (each step holds a layer
     twice) and quantizes all tokens anew each time its window is full, so that their errors add up; its backends are
     optional packages. Its offloaded caches move whole layers both ways at every step and keep no plan.
+
+    Args:
+        capacity: tokens the layer can hold.
+        workspace: shared by the layers of a cache.
+        host: gives the memory of tier "host".
+        give_back: tokens that `crop` takes off without a trace; their full precision is kept as long.
     """
 
-    def __init__(self, capacity: int, kind: KvKind, workspace: Workspace, host: Allocate) -> None:
+    def __init__(
+        self, capacity: int, kind: KvKind, workspace: Workspace, host: Allocate, give_back: int = ROLLBACK_TOKENS
+    ) -> None:
         super().__init__()
         self.capacity = capacity
         self._kind = kind
         self._workspace = workspace
         self._host = host
-        self._recent_tokens, self._rollback_tokens = (0, 0) if kind.bits == 16 else (RECENT_TOKENS, ROLLBACK_TOKENS)
+        self._recent_tokens, self._give_back = (0, 0) if kind.bits == 16 else (RECENT_TOKENS, give_back)
         self._rests: tuple[Rest, Rest] | None = None
         self._length = 0
         self._rested = 0
@@ -95,7 +103,7 @@ class RestingLayer(DynamicLayer):
         rests, recent = self._held()
         check_room(len(key_states), len(recent[0]), end, self.capacity)
         rested = max(self._rested, self._rested_of(end))
-        recent_start = max(self._recent_start, self._rested_of(end - self._rollback_tokens))
+        recent_start = max(self._recent_start, self._rested_of(end - self._give_back))
         shown = self._workspace.views(key_states, value_states, end)
         kept = []
         for rest, old, new, whole in zip(rests, recent, (key_states, value_states), shown, strict=True):
@@ -117,8 +125,8 @@ class RestingLayer(DynamicLayer):
     def crop(self, tokens_to_remove: int) -> None:
         """Give back the last tokens: a negative count, as transformers passes it.
 
-        A cache of few bits that gives back more than ROLLBACK_TOKENS has no full precision of the last ones left: the
-        recent tokens are then as they were rounded. Raises ValueError for a positive count.
+        A cache of few bits that gives back more than it was made for has no full precision of the last ones left: they
+        are then as they were rounded. Raises ValueError for a positive count.
         """
         if tokens_to_remove > 0:
             raise ValueError(f"crop takes a negative count of tokens to remove, not {tokens_to_remove}")
@@ -171,10 +179,7 @@ class RestingLayer(DynamicLayer):
         return self._rests, self._recent
 
     def _rest(self, like: torch.Tensor, over: str) -> Rest:
-        def on_device(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-            return like.new_empty(shape, dtype=dtype)
-
-        allocate = self._host if self._kind.tier == "host" else on_device
+        allocate = self._host if self._kind.tier == "host" else device_memory(like.device)
         if self._kind.bits == 16:
             return PlainRest(like, self.capacity, allocate)
         capacity = max(self.capacity - self._recent_tokens, 0)

@@ -196,7 +196,9 @@ def _check_options(config: RiverConfig, structure: Structure) -> None:
     if config.min_exit > structure.num_layers:
         raise UsageError(f"min_exit is {config.min_exit}, the model has {structure.num_layers} layers")
     kind = KvKind.of(config)
-    if not kind.is_plain and all(isinstance(layer, WindowLayer) for layer in SharedCache(structure.model.config, 1).layers):
+    if not kind.is_plain and all(
+        isinstance(layer, WindowLayer) for layer in SharedCache(structure.model.config, 1).layers
+    ):
         raise UsageError(
             f"{kind} has no effect: attention slides in every layer of this model, and a window stays on the device as "
             "it is; leave kv_bits and kv_tier out"
