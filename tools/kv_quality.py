@@ -2,8 +2,8 @@
 
     python tools/kv_quality.py demo --tokens 8192 --bits 8 --bits 4
 
-The text is that of Python's own manual pages (`pydoc_data.topics`), so nothing has to be fetched. It is fed in passages of
-`--chunk` tokens in mode backbone: every passage attends to what the ones before it left in the cache.
+The text is that of Python's own manual pages (`pydoc_data.topics`), so nothing has to be fetched. It is fed in passages
+of `--chunk` tokens in mode backbone: every passage attends to what the ones before it left in the cache.
 """
 
 from __future__ import annotations

@@ -181,6 +181,11 @@ class SharedCache(Cache):
             vars(layer).update(before)
 
 
+def only_windows(config: PretrainedConfig) -> bool:
+    """Whether attention slides in every layer, so that there is nothing but windows to cache."""
+    return all(isinstance(layer, WindowLayer) for layer in SharedCache(config, 1).layers)
+
+
 def cache_argument(model: PreTrainedModel) -> str:
     """What this transformers version calls a cache that is handed to the model: `cache` from 5.24 on."""
     return "cache" if "cache" in inspect.signature(type(model).forward).parameters else "past_key_values"

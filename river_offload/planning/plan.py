@@ -19,7 +19,7 @@ from river_offload.checkpoint.safetensors_files import Checkpoint
 from river_offload.checkpoint.source import resolve
 from river_offload.config import RiverConfig, check_mode, default_cache_dir, format_size
 from river_offload.errors import BudgetError, CheckpointError, UsageError
-from river_offload.kv.cache import SharedCache, WindowLayer
+from river_offload.kv.cache import only_windows
 from river_offload.kv.kind import KvKind
 from river_offload.kv.memory import kv_folder, require_space
 from river_offload.memory.probes import free_device_bytes
@@ -196,9 +196,7 @@ def _check_options(config: RiverConfig, structure: Structure) -> None:
     if config.min_exit > structure.num_layers:
         raise UsageError(f"min_exit is {config.min_exit}, the model has {structure.num_layers} layers")
     kind = KvKind.of(config)
-    if not kind.is_plain and all(
-        isinstance(layer, WindowLayer) for layer in SharedCache(structure.model.config, 1).layers
-    ):
+    if not kind.is_plain and only_windows(structure.model.config):
         raise UsageError(
             f"{kind} has no effect: attention slides in every layer of this model, and a window stays on the device as "
             "it is; leave kv_bits and kv_tier out"

@@ -82,7 +82,9 @@ def test_tokens_given_back_and_written_anew_leave_no_trace(kind: KvKind, counts:
         fed(layer, refused, count)
         layer.crop(-count)
     assert layer.get_seq_length() == start
-    for found, expected in zip(fed(layer, given, 20, 5, start=start), fed(never, given, 20, 5, start=start), strict=True):
+    for found, expected in zip(
+        fed(layer, given, 20, 5, start=start), fed(never, given, 20, 5, start=start), strict=True
+    ):
         assert torch.equal(found, expected)
 
 
