@@ -98,7 +98,7 @@ def test_few_bits_change_the_logits_a_little_and_eight_less_than_four(
     assert 0 < off < {8: 0.01, 4: 0.15}[bits]
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.parametrize("family", ["llama", "phi3"])
 @pytest.mark.parametrize(("bits", "tier"), KINDS)
 def test_tokens_given_back_and_written_anew_equal_never_having_been_there(
     family: str, bits: int, tier: str, open_river: Open
