@@ -95,6 +95,7 @@ def _candidates(
                 slot_bytes=slot_bytes,
                 embed_tier=embed_tier,
                 budget_bytes=budget_bytes,
+                kv_host_bytes=sizes.kv_host_bytes,
                 terms={
                     "backbone": sum(sizes.backbone_bytes[:resident_count]),
                     "slots": slot_count * slot_bytes,

@@ -16,6 +16,9 @@ from typing import Any, Literal
 
 from policies.simulate import LayerCost, Setup
 
+LinkTier = Literal["host", "pageable", "disk"]
+"""Where layers come from."""
+
 _FOLDER = resources.files("policies") / "profiles"
 
 
@@ -47,7 +50,7 @@ class HardwareProfile:
     link_latency_s: float = 0.0
     """What one fetch takes beyond its bytes."""
 
-    def link_bytes_per_s(self, tier: Literal["host", "pageable", "disk"]) -> float:
+    def link_bytes_per_s(self, tier: LinkTier) -> float:
         """The rate at which layers come from `tier` to where they compute: disk to a card is as slow as the slower
         half of its way. Raises ProfileError when the machine has no such way."""
         rate = {"host": self.pinned_bytes_per_s, "pageable": self.pageable_bytes_per_s, "disk": self.disk_bytes_per_s}[
@@ -94,7 +97,7 @@ def setup_on(
     river_bytes: int,
     resident: int,
     slots: int,
-    tier: Literal["host", "pageable", "disk"] = "host",
+    tier: LinkTier = "host",
     tau: float = 0.5,
     min_exit: int = 1,
     link_abortable: bool = False,

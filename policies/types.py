@@ -71,7 +71,7 @@ class ModelSizes:
     other_bytes: int
     """Final norm, rotary tables, other buffers."""
     kv_bytes: int
-    """The whole KV cache at the planned context and batch."""
+    """What the KV cache holds on the device at the planned context and batch."""
     transient_bytes: int
     """The largest working memory of one passage: activations, logits, dequantization workspace."""
     embed_away_tier: EmbedTier | None = None
@@ -82,6 +82,8 @@ class ModelSizes:
     """Beside what is placed, while the last layer is loaded: before the cache, slots and working memory are in use."""
     staging_bytes: int = 0
     """Extra device bytes that streaming needs beside its slots: buffers that files are read through."""
+    kv_host_bytes: int = 0
+    """What the KV cache holds off the device: main memory of a GPU, disk of a CPU."""
 
     def __post_init__(self) -> None:
         lengths = len(self.backbone_bytes), len(self.river_bytes), len(self.norm_bytes)
@@ -113,6 +115,8 @@ class Placement:
     """Tokens a row that a layer reads at once; None when it reads any prompt whole."""
     terms: Mapping[str, int] = field(default_factory=dict)
     """Device bytes by category; their sum is `planned_bytes`."""
+    kv_host_bytes: int = 0
+    """What the KV cache holds off the device, which no term counts."""
 
     @property
     def planned_bytes(self) -> int:

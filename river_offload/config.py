@@ -101,12 +101,17 @@ class RiverConfig:
     budget: int | None = None
     """Device bytes; None for what the device has free."""
     host_budget: int | None = None
-    """Bytes of main memory for layers that wait there, the others stay on disk; None for what the machine has free."""
+    """Bytes of main memory for layers that wait there, the others stay on disk, and for keys and values of kv_tier
+    host; None for what the machine has free."""
     context: int = 4096
     """Tokens the KV cache is planned for, prompt and new ones together."""
     batch: int = 1
     prefill_chunk: int | None = None
     """Prompt tokens that a layer reads at once, the context or more for any prompt whole; None for what fits best."""
+    kv_bits: int = 16
+    """16 keeps keys and values as they are; 8 or 4 quantizes all but the recent tokens, in layers without a window."""
+    kv_tier: str = "device"
+    """Where keys and values rest between passes: `device`, or `host` (pinned memory of a GPU, a file of a CPU)."""
     mode: str = "exit"
     tau: float = 0.5
     min_exit: int = 1
@@ -163,6 +168,8 @@ class RiverConfig:
         if self.prefill != "exit" and "exit" not in (self.mode, *self.also_modes):
             raise UsageError(f"prefill={self.prefill} has no effect in mode {self.mode}: only mode exit has a choice")
         _require_one_of("head_bits", self.head_bits, (16, 8, 4))
+        _require_one_of("kv_bits", self.kv_bits, (16, 8, 4))
+        _require_one_of("kv_tier", self.kv_tier, ("device", "host"))
         _require_one_of("dtype", self.dtype, ("auto", "float32", "bfloat16", "float16"))
         if self.cache_dir is not None and not isinstance(self.cache_dir, Path):
             raise _wrong("cache_dir", self.cache_dir, "a path")

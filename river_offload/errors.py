@@ -62,7 +62,7 @@ class UnsupportedError(CheckpointError):
 
 
 class CacheError(RiverError):
-    """The river cache cannot be written: no permission, no space."""
+    """The cache folder cannot be written, for a river or for keys and values: no permission, no space."""
 
 
 class LinkError(RiverError):

@@ -64,6 +64,7 @@ class River:
         measure_device_bytes: Callable[[], int],
         measure_categories: Callable[[], dict[str, int]],
         host_bytes: Callable[[], dict[str, int]],
+        make_cache: Callable[[int], SharedCache],
         on_close: Callable[[], None],
     ) -> None:
         self.tokenizer = tokenizer
@@ -79,6 +80,7 @@ class River:
         self._measure_device_bytes = measure_device_bytes
         self._measure_categories = measure_categories
         self._host_bytes = host_bytes
+        self._make_cache = make_cache
         self._on_close = on_close
 
     @property
@@ -153,6 +155,8 @@ class River:
     def new_cache(self, max_tokens: int | None = None) -> SharedCache:
         """An empty KV cache to keep over several calls, as `past_key_values` of `generate`. The plan holds one.
 
+        It is of the kind that `kv_bits` and `kv_tier` ask for.
+
         Args:
             max_tokens: tokens per row; the planned context when not given. Raises ContextError for more than that.
         """
@@ -162,7 +166,7 @@ class River:
                 f"a cache for {capacity} tokens was asked for, the plan holds 1 to {self.config.context}: "
                 "load with a larger context"
             )
-        return SharedCache(self._model.config.get_text_config(decoder=True), capacity)
+        return self._make_cache(capacity)
 
     @contextlib.contextmanager
     def accounting(self, prompt_tokens: int, closing_tokens: frozenset[int]) -> Iterator[Account]:
@@ -257,6 +261,11 @@ class River:
                 "slots": self.placement.slots,
                 "embed_tier": self.placement.embed_tier,
                 "prefill_chunk": self.placement.prefill_chunk,
+            },
+            "kv": {
+                "bits": self.config.kv_bits,
+                "tier": self.config.kv_tier,
+                "planned_host_bytes": self.placement.kv_host_bytes,
             },
             "planned_bytes": dict(self.placement.terms),
             **self._kernels,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import time
 from pathlib import Path
@@ -16,6 +17,9 @@ from policies.profiles import load_profile
 from river_offload.assemble import assemble
 from river_offload.config import QuantConfig, RiverConfig
 from river_offload.handle import River, device_tensors
+from river_offload.kv.cache import SharedCache
+from river_offload.kv.kind import KvKind
+from river_offload.kv.memory import host_memory, kv_folder
 from river_offload.ledger import held_by_category
 from river_offload.memory.probes import return_freed_memory
 from river_offload.memory.storages import storage_bytes
@@ -40,6 +44,8 @@ def load(
     context: int = 4096,
     batch: int = 1,
     prefill_chunk: int | None = None,
+    kv_bits: int = 16,
+    kv_tier: str = "device",
     mode: str = "exit",
     tau: float = 0.5,
     min_exit: int = 1,
@@ -68,6 +74,9 @@ def load(
         batch: rows planned for.
         prefill_chunk: tokens of a prompt that a layer reads at once, which bounds the working memory; the context or
             more for any prompt whole, None for what fits best.
+        kv_bits: 16 keeps keys and values as they are; 8 or 4 quantizes those of all but the recent tokens.
+        kv_tier: where they rest between passes: "device", or "host": pinned memory of a GPU, for a CPU an unnamed file
+            in cache_dir that is mapped into memory. Each layer's are brought in when it runs.
         mode: "exit", "backbone", "quantized" or "fixed:D".
         tau: exit threshold of mode exit (River-LLM: 0.5 for Llama, 0.7 near-lossless).
         min_exit: the fewest backbone layers a passage runs in mode exit.
@@ -102,6 +111,8 @@ def load(
         context=context,
         batch=batch,
         prefill_chunk=prefill_chunk,
+        kv_bits=kv_bits,
+        kv_tier=kv_tier,
         mode=mode,
         tau=tau,
         min_exit=min_exit,
@@ -231,6 +242,12 @@ def _handled(plan: Plan, flow: Flow, streaming: Streaming, kernels: dict[str, An
         measure_device_bytes=device_bytes,
         measure_categories=held,
         host_bytes=host_bytes,
+        make_cache=functools.partial(
+            SharedCache,
+            model.config.get_text_config(decoder=True),
+            kind=KvKind.of(plan.config),
+            host=host_memory(plan.device, kv_folder(plan.cache_dir)),
+        ),
         on_close=plan.checkpoint.close,
     )
     install_seams(model, river)

@@ -32,7 +32,7 @@ def metered(model: PreTrainedModel, cache: Cache | None, *, outside: str = OUTSI
         outside: the name for what is born outside of the model's decoder and its head.
     """
     phases = _Phases(model, outside)
-    with phases, StorageMeter(phases.now) as meter:
+    with phases, StorageMeter(phases.now, model.device) as meter:
         phases.watch(meter, cache)
         yield meter
 

@@ -16,6 +16,7 @@ from transformers.cache_utils import Cache, StaticCache
 from river_offload.errors import ContextError, UsageError, not_possible
 from river_offload.handle import River
 from river_offload.kv.cache import SharedCache, cache_argument
+from river_offload.kv.kind import KvKind
 from river_offload.metering import meter_forward
 from river_offload.structure import attended_tokens
 
@@ -141,9 +142,29 @@ def _give_cache(
     held = own.get_max_length() if isinstance(own, StaticCache) else 0
     if held > context:
         raise ContextError(f"a static cache of {held} tokens is more than the planned context of {context}: shorten it")
+    _check_kind(river, own, config, kwargs)
     transformers_own = _option("cache_implementation", config, kwargs) or _option("use_cache", config, kwargs) is False
     if own is None and not transformers_own:
-        kwargs[name] = SharedCache(model.config.get_text_config(decoder=True), total)
+        kwargs[name] = river.new_cache(total)
+
+
+def _check_kind(river: River, own: Cache | None, config: GenerationConfig, kwargs: dict[str, Any]) -> None:
+    """Raises UsageError where a cache of transformers' own would take the place of the kind that was asked for."""
+    kind = KvKind.of(river.config)
+    if kind.is_plain:
+        return
+    found = None
+    if own is not None:
+        found = None if isinstance(own, SharedCache) and own.kind == kind else f"a {type(own).__name__} of another kind"
+    elif implementation := _option("cache_implementation", config, kwargs):
+        found = f"cache_implementation={implementation!r}"
+    elif _option("use_cache", config, kwargs) is False:
+        found = "use_cache=False"
+    if found is not None:
+        raise UsageError(
+            f"{found} does not go with {kind}, which this model was loaded with: leave it out, keep a cache of "
+            "model.river.new_cache(), or load without kv_bits and kv_tier"
+        )
 
 
 def _with_defaults(given: GenerationConfig | None, defaults: GenerationConfig) -> GenerationConfig:

@@ -135,6 +135,14 @@ class ModelOptions:
             parser=parse_tokens,
         ),
     ] = None
+    kv_bits: Annotated[
+        int | None,
+        _option("--kv-bits", "N", "Memory", "Bits of a cached key or value: 16, 8 or 4.", RiverConfig.kv_bits),
+    ] = None
+    kv_tier: Annotated[
+        str | None,
+        _option("--kv-tier", "TIER", "Memory", "Where the KV cache rests: device or host.", RiverConfig.kv_tier),
+    ] = None
     slots: Annotated[
         int | None, _option("--slots", "N", "Memory", "Buffers that streamed layers pass through.", RiverConfig.slots)
     ] = None

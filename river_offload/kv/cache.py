@@ -1,4 +1,4 @@
-"""The shared KV cache on the device: allocated once for the planned context, written in place, never doubled.
+"""The shared KV cache: allocated once for the planned context, written in place, never doubled.
 
 Backbone and river layers of one depth carry the same `layer_idx`, so they write to the same place of one cache and no
 entry is ever missing, whatever the depths of the passages were.
@@ -11,10 +11,14 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_iter
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
-from river_offload.errors import ContextError, UnsupportedError
+from river_offload.errors import UnsupportedError
+from river_offload.kv.kind import PLAIN, KvKind
+from river_offload.kv.memory import Allocate, plain_memory
+from river_offload.kv.resting import RestingLayer, Workspace, check_room
 
 Mark = list[dict[str, Any]]
 """The state of a cache between two passes, by layer."""
@@ -54,14 +58,9 @@ class SharedLayer(DynamicLayer):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         assert self._key_buffer is not None and self._value_buffer is not None
-        if len(key_states) != len(self._key_buffer):
-            raise ContextError(
-                f"{len(key_states)} rows for a KV cache that holds {len(self._key_buffer)}: keep a cache for each batch"
-            )
         start = self.get_seq_length()
         end = start + key_states.shape[-2]
-        if end > self.capacity:
-            raise ContextError(f"{end} tokens in a KV cache made for {self.capacity}: load with a larger context")
+        check_room(len(key_states), len(self._key_buffer), end, self.capacity)
         self._key_buffer[:, :, start:end] = key_states
         self._value_buffer[:, :, start:end] = value_states
         self._show(end)
@@ -144,22 +143,30 @@ class WindowLayer(DynamicSlidingWindowLayer):
 
 
 class SharedCache(Cache):
-    """The KV cache of a loaded model: `SharedLayer`, and `WindowLayer` where attention slides.
+    """The KV cache of a loaded model: `SharedLayer`, or `RestingLayer` in other kinds; `WindowLayer` where attention
+    slides.
 
     Args:
         config: the text config of the model.
         capacity: tokens per row.
+        kind: bits and tier of the layers without a window.
+        host: gives the memory of tier "host".
 
     Raises:
         UnsupportedError: the model keeps another kind of state than keys and values (linear attention, say).
     """
 
-    def __init__(self, config: PretrainedConfig, capacity: int) -> None:
+    def __init__(
+        self, config: PretrainedConfig, capacity: int, kind: KvKind = PLAIN, host: Allocate = plain_memory
+    ) -> None:
         self.capacity = capacity
+        self.kind = kind
+        self.workspace = Workspace(capacity)
         layers: list[Any] = []
         for index, layer in enumerate(DynamicCache(config=config).layers):
             if type(layer) is DynamicLayer:
-                layers.append(SharedLayer(capacity))
+                plain = kind.is_plain
+                layers.append(SharedLayer(capacity) if plain else RestingLayer(capacity, kind, self.workspace, host))
             elif type(layer) is DynamicSlidingWindowLayer:
                 layers.append(WindowLayer(layer.sliding_window))
             else:
@@ -168,6 +175,12 @@ class SharedCache(Cache):
                     "attention, other kinds are not supported yet"
                 )
         super().__init__(layers=layers)
+
+    def device_tensors(self) -> Iterator[torch.Tensor | None]:
+        """What the cache holds on the device, None where a layer holds nothing yet."""
+        for layer in self.layers:
+            yield from device_tensors(layer)
+        yield from self.workspace.tensors()
 
     def mark(self) -> Mark:
         """What to hand to `back_to`: the views and lengths of every layer, no copies."""
@@ -184,15 +197,38 @@ class SharedCache(Cache):
             vars(layer).update(before)
 
 
+def only_windows(config: PretrainedConfig) -> bool:
+    """Whether attention slides in every layer, so that there is nothing but windows to cache."""
+    return all(isinstance(layer, WindowLayer) for layer in SharedCache(config, 1).layers)
+
+
 def cache_argument(model: PreTrainedModel) -> str:
     """What this transformers version calls a cache that is handed to the model: `cache` from 5.24 on."""
     return "cache" if "cache" in inspect.signature(type(model).forward).parameters else "past_key_values"
 
 
 def cache_tensors(cache: Cache) -> Iterator[torch.Tensor | None]:
-    """The key and value tensors a cache holds, None where a layer holds nothing yet."""
+    """The key and value tensors a cache holds on the device, None where a layer holds nothing yet."""
+    if isinstance(cache, SharedCache):
+        yield from cache.device_tensors()
+        return
     for layer in cache.layers:
-        yield from (layer.keys, layer.values)
+        yield from device_tensors(layer)
+
+
+def device_tensors(layer: Any) -> Iterator[torch.Tensor | None]:
+    """What a layer of a cache holds on the device by itself, None where it holds nothing yet."""
+    yield from layer.device_tensors() if isinstance(layer, RestingLayer) else (layer.keys, layer.values)
+
+
+def host_tensors(layer: Any) -> Iterator[torch.Tensor]:
+    """What a layer of a cache holds on the host."""
+    yield from layer.host_tensors() if isinstance(layer, RestingLayer) else ()
+
+
+def mark_tensors(before: dict[str, Any]) -> Iterator[torch.Tensor]:
+    """What the mark of a layer keeps alive on the device."""
+    yield from (value for value in tree_iter(before) if isinstance(value, torch.Tensor))
 
 
 def _empty_like(states: torch.Tensor, capacity: int) -> torch.Tensor:

@@ -38,14 +38,16 @@ class StorageMeter(TorchDispatchMode):
 
     Args:
         where: names what is going on; a storage is counted under the name in force when it is born.
+        device: count what is on it; None for all.
 
     Attributes:
         current_bytes: alive now.
         peak_bytes: the most that was alive at once.
     """
 
-    def __init__(self, where: Callable[[], str] = lambda: "") -> None:
+    def __init__(self, where: Callable[[], str] = lambda: "", device: torch.device | None = None) -> None:
         super().__init__()
+        self._device = device
         self.current_bytes = 0
         self.peak_bytes = 0
         self._where = where
@@ -82,7 +84,7 @@ class StorageMeter(TorchDispatchMode):
 
     def _count(self, storage: torch.UntypedStorage, known: set[int]) -> None:
         key = storage._cdata
-        if key in known or key in self._alive:
+        if key in known or key in self._alive or self._device not in (None, storage.device):
             return
         born = self._alive[key] = _Born(storage.nbytes(), self._where())
         self.current_bytes += born.nbytes

@@ -20,7 +20,8 @@ from policies.exit import ExitRule
 from policies.types import Mode, Placement
 from river_offload.assemble import assemble
 from river_offload.chunks import Spans, spans_of
-from river_offload.kv.cache import SharedCache, cache_argument
+from river_offload.kv.cache import Mark, SharedCache, cache_argument, device_tensors, host_tensors, mark_tensors
+from river_offload.kv.kind import PLAIN, KvKind
 from river_offload.memory.categories import TRANSIENT
 from river_offload.memory.storages import storage_bytes
 from river_offload.passage import Flow
@@ -39,13 +40,15 @@ class Needs:
     """Device bytes a running model needs beside its weights."""
 
     kv_bytes: int
-    """The whole KV cache, full."""
+    """What the whole KV cache holds on the device, full, and with it what a passage under way has replaced."""
     transient_bytes: int
     """The most that any passage allocates beside it: activations, masks, logits, dequantization, sampling."""
     transient: Mapping[str, int] = field(default_factory=dict)
     """Those bytes by what allocated them (`memory.categories.TRANSIENT`), at the moment when they were the most."""
     second_turn: bool = False
     """That moment came when a conversation went on, not in a prompt that fills the context nor after it."""
+    kv_host_bytes: int = 0
+    """What the cache holds on the host: main memory of a GPU, disk of a CPU."""
 
 
 def dry_run(
@@ -56,6 +59,7 @@ def dry_run(
     batch: int,
     modes: tuple[Mode, ...],
     prefill_chunk: int | None = None,
+    kv_kind: KvKind = PLAIN,
     trust_remote_code: bool = False,
 ) -> Needs:
     """Run prompts and single tokens that fill the context down each path that `modes` can take.
@@ -64,6 +68,7 @@ def dry_run(
         config: the text config of the model.
         context, batch: tokens per row, rows.
         prefill_chunk: tokens of a prompt that a layer reads at once; None for all of them.
+        kv_kind: of the cache.
     """
     whole = Structure.of(config, precision.dtype, trust_remote_code=trust_remote_code)
     kinds = whole.kinds()
@@ -72,13 +77,13 @@ def dry_run(
     firsts = {kind: kinds.index(kind, 1) if kind in kinds[1:] else 0 for kind in kinds}
     count = max(firsts.values()) + 1
     short = _first_layers(config, count)
-    worst, layer_kv_bytes = Needs(0, -1), [0] * count
+    worst, kv_bytes, kv_host_bytes = Needs(0, -1), 0, 0
     for rule in _paths(modes, count):
         fake = FakeTensorMode(allow_non_fake_inputs=True)
         with fake, torch.no_grad():
             structure = Structure.of(short, precision.dtype, trust_remote_code=trust_remote_code)
             flow = _assemble_fake(structure, rule, _FakeParts(structure, precision), prefill_chunk)
-            cache = SharedCache(short, context)
+            cache = SharedCache(short, context, kv_kind)
             if prefill_chunk is not None:
                 flow.spans = _first_and_last(prefill_chunk, cache)
             _step(structure.model, cache, batch, 1, short.vocab_size)
@@ -86,6 +91,7 @@ def dry_run(
             for cached_tokens, new_tokens in _steps(context, prefill_chunk):
                 if not cached_tokens:
                     cache.reset()
+                before = cache.mark()
                 with metered(structure.model, cache) as meter:
                     _step(
                         structure.model, cache, batch, new_tokens, short.vocab_size, chunked=prefill_chunk is not None
@@ -95,8 +101,20 @@ def dry_run(
                 if (rise_bytes := sum(split.values())) > worst.transient_bytes:
                     second_turn = cached_tokens > 0 and new_tokens > 1
                     worst = Needs(0, rise_bytes, {name: split.get(name, 0) for name in TRANSIENT}, second_turn)
-            layer_kv_bytes = [storage_bytes((layer.keys, layer.values)) for layer in cache.layers]
-    return replace(worst, kv_bytes=sum(layer_kv_bytes[kinds.index(kind)] for kind in kinds))
+            kv_bytes, kv_host_bytes = _kv_bytes(cache, before, [kinds.index(kind) for kind in kinds])
+    return replace(worst, kv_bytes=kv_bytes, kv_host_bytes=kv_host_bytes)
+
+
+def _kv_bytes(cache: SharedCache, before: Mark, like: list[int]) -> tuple[int, int]:
+    """Bytes on the device and on the host of a cache whose layers are like those of `cache` that `like` names.
+
+    `before` is the mark of the last passage: until one is over, the cache could go back to it.
+    """
+    layers = list(zip(cache.layers, before, strict=True))
+    device = [storage_bytes([*device_tensors(layer), *mark_tensors(old)]) for layer, old in layers]
+    host = [storage_bytes(host_tensors(layer)) for layer in cache.layers]
+    workspace_bytes = storage_bytes(cache.workspace.tensors())
+    return workspace_bytes + sum(device[place] for place in like), sum(host[place] for place in like)
 
 
 def _steps(context: int, prefill_chunk: int | None) -> list[tuple[int, int]]:

@@ -18,6 +18,9 @@ from river_offload.checkpoint.safetensors_files import Checkpoint
 from river_offload.checkpoint.source import resolve
 from river_offload.config import RiverConfig, check_mode, default_cache_dir, format_size
 from river_offload.errors import BudgetError, CheckpointError, UsageError
+from river_offload.kv.cache import only_windows
+from river_offload.kv.kind import KvKind
+from river_offload.kv.memory import kv_folder, require_space
 from river_offload.memory.probes import free_device_bytes
 from river_offload.planning.sizes import Stored, Weighed, weigh_within
 from river_offload.progress import Progress
@@ -84,6 +87,7 @@ def make_plan(config: RiverConfig, progress: Progress) -> Plan:
         placement = weighed.place(config, modes, budget_bytes)
         if isinstance(placement, Refusal):
             raise _does_not_fit(placement, config)
+        _check_host(config, placement, device, cache_dir)
     except BaseException:
         checkpoint.close()
         raise
@@ -165,6 +169,12 @@ def check_options(config: RiverConfig, structure: Structure) -> None:
     chunk = config.prefill_chunk
     if chunk is not None and chunk < config.context and (reason := why_whole(structure.decoder)):
         raise UsageError(f"prefill_chunk={chunk} is not possible with this model: {reason}")
+    kind = KvKind.of(config)
+    if not kind.is_plain and only_windows(structure.model.config):
+        raise UsageError(
+            f"{kind} has no effect: attention slides in every layer of this model, and a window stays on the device as "
+            "it is; leave kv_bits and kv_tier out"
+        )
     if config.head_bits < 16:
         head, wish = structure.head, f"head_bits={config.head_bits}"
         if structure.head_name in structure.tied:
@@ -188,6 +198,20 @@ def stored_layers(checkpoint: Checkpoint, structure: Structure, keys: Mapping[st
         max((entry.nbytes for entry in entries), default=0),
         max((getattr(torch, name).itemsize for name in others), default=None),
     )
+
+
+def _check_host(config: RiverConfig, placement: Placement, device: torch.device, cache_dir: Path) -> None:
+    """Does the host tier hold what the cache rests there? Asked before hours of work, not after."""
+    need_bytes = placement.kv_host_bytes
+    if not need_bytes:
+        return
+    if device.type == "cpu":
+        require_space(kv_folder(cache_dir), need_bytes)
+    elif config.host_budget is not None and config.host_budget < need_bytes:
+        raise UsageError(
+            f"host_budget is {config.host_budget} bytes, the keys and values that kv_tier=host keeps there take "
+            f"{need_bytes}: give at least as much, or take a smaller context or fewer kv_bits"
+        )
 
 
 def _does_not_fit(refusal: Refusal, config: RiverConfig) -> BudgetError:

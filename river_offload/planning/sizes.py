@@ -12,6 +12,7 @@ from policies.prefill import place_with_chunk
 from policies.types import EmbedTier, Mode, ModelSizes, Placement, Refusal
 from river_offload.attention import why_whole
 from river_offload.config import RiverConfig
+from river_offload.kv.kind import KvKind
 from river_offload.memory.categories import CATEGORIES
 from river_offload.planning.dry_run import Needs, dry_run
 from river_offload.quant.hqq import HQQ_BYTES_PER_COLUMN
@@ -91,6 +92,7 @@ def weigh(
         batch=config.batch,
         modes=modes,
         prefill_chunk=chunk,
+        kv_kind=KvKind.of(config),
         trust_remote_code=config.trust_remote_code,
     )
     parts = tuple(precision.river_parts(layer) for layer in structure.layers)
@@ -141,6 +143,7 @@ def model_sizes(
         head_can_shrink=bool(head) and precision.head_can_shrink(structure.head),
         other_bytes=sum(outside.values()) + _buffer_bytes(structure),
         kv_bytes=needs.kv_bytes,
+        kv_host_bytes=needs.kv_host_bytes,
         transient_bytes=needs.transient_bytes,
         embed_away_tier=_away_tier(structure, device_type),
         load_bytes=max(_load_bytes(structure, precision, i, stored.other_dtype_bytes) for i in layers),

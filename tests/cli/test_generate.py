@@ -79,6 +79,10 @@ def test_only_given_options_reach_load(stub, runner):
         "--trust-remote-code",
         "--cache-dir",
         "/river/cache",
+        "--kv-bits",
+        "8",
+        "--kv-tier",
+        "host",
     ]
     stub.answers = ["ok"]
     done = runner.invoke(app, ["generate", "demo", "--prompt", "a", *more])
@@ -91,7 +95,7 @@ def test_only_given_options_reach_load(stub, runner):
         "model": "demo", "mode": "exit", "tau": -1.0, "min_exit": 3, "head_bits": 8, "slots": 1, "context": 99,
         "prefetch": "predicted", "on_miss": "exit", "prefill": "auto", "prefill_chunk": 32,
         "budget": "200MiB", "device": "cpu", "dtype": "float32", "trust_remote_code": True,
-        "cache_dir": "/river/cache",
+        "cache_dir": "/river/cache", "kv_bits": 8, "kv_tier": "host",
     }  # fmt: skip
 
 

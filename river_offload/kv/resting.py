@@ -1,0 +1,222 @@
+"""A layer's keys and values that rest elsewhere, or otherwise, than attention needs them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from transformers.cache_utils import DynamicLayer
+
+from river_offload.errors import ContextError
+from river_offload.kv.kind import RECENT_TOKENS, ROLLBACK_TOKENS, KvKind
+from river_offload.kv.memory import Allocate, device_memory
+from river_offload.kv.rest import PlainRest, QuantizedRest, Rest
+
+
+def check_room(rows: int, held_rows: int, end: int, capacity: int) -> None:
+    """Raises ContextError when a layer that holds `held_rows` is given other ones, or tokens beyond its capacity."""
+    if rows != held_rows:
+        raise ContextError(f"{rows} rows for a KV cache that holds {held_rows}: keep a cache for each batch")
+    if end > capacity:
+        raise ContextError(f"{end} tokens in a KV cache made for {capacity}: load with a larger context")
+
+
+class Workspace:
+    """Device memory for the keys and values of one layer, as attention reads them: every layer of a cache in turn."""
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._buffers: dict[tuple[str, int, int, torch.dtype], torch.Tensor] = {}
+
+    def views(self, keys: torch.Tensor, values: torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Room for `length` tokens of states like these. It is the next caller's as soon as that one asks."""
+        return self._view("keys", keys, length), self._view("values", values, length)
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        yield from self._buffers.values()
+
+    def _view(self, part: str, like: torch.Tensor, length: int) -> torch.Tensor:
+        rows, heads, _, head_dim = like.shape
+        key = (part, heads, head_dim, like.dtype)
+        buffer = self._buffers.get(key)
+        if buffer is None or len(buffer) != rows:
+            self._buffers.pop(key, None)
+            buffer = self._buffers[key] = like.new_empty((rows, heads, self._capacity, head_dim))
+        return buffer[:, :, :length]
+
+
+class RestingLayer(DynamicLayer):
+    """Keys and values of one depth: old tokens at rest, recent ones in full precision on the device.
+
+    `update` brings all of them into the workspace that the layers share, so attention stays transformers' own. What it
+    returns is good until another layer of the cache is updated. What `kind` makes of it: few bits, the host, or both.
+    In full precision there are no recent tokens: all rest.
+
+    Transformers' own QuantizedCache does not serve: it cannot be cropped, it concatenates (each step holds a layer
+    twice) and quantizes all tokens anew each time its window is full, so that their errors add up; its backends are
+    optional packages. Its offloaded caches move whole layers both ways at every step and keep no plan.
+
+    Args:
+        capacity: tokens the layer can hold.
+        workspace: shared by the layers of a cache.
+        host: gives the memory of tier "host".
+        give_back: tokens that `crop` takes off without a trace; their full precision is kept as long.
+    """
+
+    def __init__(
+        self, capacity: int, kind: KvKind, workspace: Workspace, host: Allocate, give_back: int = ROLLBACK_TOKENS
+    ) -> None:
+        super().__init__()
+        self.capacity = capacity
+        self._kind = kind
+        self._workspace = workspace
+        self._host = host
+        self._recent_tokens, self._give_back = (0, 0) if kind.bits == 16 else (RECENT_TOKENS, give_back)
+        self._rests: tuple[Rest, Rest] | None = None
+        self._length = 0
+        self._rested = 0
+        """Tokens that `update` takes from their rest, the others from `_recent`."""
+        self._recent_start = 0
+        """The first token of `_recent`: before `_rested`, so that tokens can be given back."""
+        self._recent: tuple[torch.Tensor, torch.Tensor] | None = None
+        """Never written in place: the mark of a pass keeps the old ones."""
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any) -> None:
+        """Allocate for the batch, heads and dtype of the first states."""
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self._rests = None  # gives the memory back that an interrupted first pass left
+        self._rests = (self._rest(key_states, "tokens"), self._rest(value_states, "channels"))
+        self._recent = (key_states[:, :, :0].clone(), value_states[:, :, :0].clone())
+        self.is_initialized = True
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Append the states of new tokens, [batch, kv_heads, tokens, head_dim]; returns all that is cached.
+
+        Raises ContextError when they do not fit, CacheError when there is no memory on the host.
+        """
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        start, end = self._length, self._length + key_states.shape[2]
+        rests, recent = self._held()
+        check_room(len(key_states), len(recent[0]), end, self.capacity)
+        rested = max(self._rested, self._rested_of(end))
+        recent_start = max(self._recent_start, self._rested_of(end - self._give_back))
+        shown = self._workspace.views(key_states, value_states, end)
+        kept = []
+        for rest, old, new, whole in zip(rests, recent, (key_states, value_states), shown, strict=True):
+            rest.get(0, whole[:, :, : self._rested])
+            whole[:, :, self._rested : start] = old[:, :, self._rested - self._recent_start :]
+            whole[:, :, start:] = new
+            if rested > self._rested:
+                rest.put(self._rested, whole[:, :, self._rested : rested])
+            dropped = recent_start - self._recent_start
+            kept.append(torch.cat((old[:, :, dropped:], new[:, :, max(recent_start - start, 0) :]), dim=2))
+        self._length, self._rested, self._recent_start = end, rested, recent_start
+        self._recent = (kept[0], kept[1])
+        return shown
+
+    def get_seq_length(self) -> int:
+        """Tokens per row."""
+        return self._length
+
+    def skip(self, tokens: int) -> None:
+        """As if `tokens` more had been appended: their states are whatever is there."""
+        recent = self._held()[1]
+        self._length += tokens
+        self._rested = max(self._rested, self._rested_of(self._length))
+        self._recent_start = max(self._recent_start, self._rested_of(self._length - self._give_back))
+        kept = self._length - self._recent_start
+        keys, values = (old.new_empty((*old.shape[:2], kept, old.shape[3])) for old in recent)
+        self._recent = (keys, values)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Give back the last tokens: a negative count, as transformers passes it.
+
+        A cache of few bits that gives back more than it was made for has no full precision of the last ones left: they
+        are then as they were rounded. Raises ValueError for a positive count.
+        """
+        if tokens_to_remove > 0:
+            raise ValueError(f"crop takes a negative count of tokens to remove, not {tokens_to_remove}")
+        if not self.is_initialized or not tokens_to_remove:
+            return
+        length = max(self._length + tokens_to_remove, 0)
+        if length < self._recent_start:
+            self._fetch_recent(length)
+        keys, values = self._held()[1]
+        left = length - self._recent_start
+        self._recent = (keys[:, :, :left], values[:, :, :left])
+        self._rested = min(self._rested, max(self._recent_start, self._rested_of(length)))
+        self._length = length
+
+    def reset(self) -> None:
+        """Forget every token, keep the memory."""
+        self.crop(-self._length)
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        """Row i becomes old row beam_idx[i] (beam search)."""
+        self._replace_rows(beam_idx)
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep the rows `indices`."""
+        self._replace_rows(indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Every row `repeats` times."""
+        if self.is_initialized:
+            rows = len(self._held()[1][0])
+            self._replace_rows(torch.arange(rows, device=self.device).repeat_interleave(repeats))
+
+    def device_tensors(self) -> Iterator[torch.Tensor]:
+        """What the layer holds on the device, the shared workspace left out."""
+        if self.is_initialized:
+            rests, recent = self._held()
+            yield from recent
+            if self._kind.tier == "device":
+                for rest in rests:
+                    yield from rest.buffers
+
+    def host_tensors(self) -> Iterator[torch.Tensor]:
+        """What the layer holds on the host."""
+        if self.is_initialized and self._kind.tier == "host":
+            for rest in self._held()[0]:
+                yield from rest.buffers
+
+    def _held(self) -> tuple[tuple[Rest, Rest], tuple[torch.Tensor, torch.Tensor]]:
+        assert self._rests is not None and self._recent is not None
+        return self._rests, self._recent
+
+    def _rest(self, like: torch.Tensor, over: str) -> Rest:
+        allocate = self._host if self._kind.tier == "host" else device_memory(like.device)
+        if self._kind.bits == 16:
+            return PlainRest(like, self.capacity, allocate)
+        capacity = max(self.capacity - self._recent_tokens, 0)
+        return QuantizedRest(like, capacity, allocate, bits=self._kind.bits, over=over)
+
+    def _rested_of(self, length: int) -> int:
+        """How many of `length` tokens rest: whole blocks, the recent ones left out."""
+        block = self._held()[0][0].block
+        return max(length - self._recent_tokens, 0) // block * block
+
+    def _fetch_recent(self, length: int) -> None:
+        """Make what rests of the block that `length` ends in the recent tokens."""
+        rests, recent = self._held()
+        block = rests[0].block
+        start = length // block * block
+        fetched = []
+        for rest, old in zip(rests, recent, strict=True):
+            states = old.new_empty((*old.shape[:2], block if length > start else 0, old.shape[3]))
+            rest.get(start, states)
+            fetched.append(states)
+        self._recent_start, self._recent = start, (fetched[0], fetched[1])
+
+    def _replace_rows(self, rows: torch.Tensor) -> None:
+        if not self.is_initialized:
+            return
+        rests, (keys, values) = self._held()
+        for rest in rests:
+            rest.select_rows(rows)
+        chosen = rows.to(keys.device)
+        self._recent = (keys.index_select(0, chosen), values.index_select(0, chosen))
