@@ -14,20 +14,22 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, TopKLogitsWarper, TopPLogitsWarper
 
 from policies.exit import ExitRule
 from policies.types import Mode, Placement
 from river_offload.assemble import assemble
 from river_offload.kv.cache import SharedCache, cache_argument
 from river_offload.memory.categories import TRANSIENT
-from river_offload.memory.storages import storage_bytes
+from river_offload.memory.storages import StorageMeter, storage_bytes
 from river_offload.phases import metered
 from river_offload.quant.precision import Precision
 from river_offload.store.slots import Slots
 from river_offload.structure import Structure
 from river_offload.trace import Trace
 
+_NUMBERS_PER_TOKEN = 3
+"""64-bit numbers that generate keeps for each token of a conversation: id, mask, mask extended."""
 _COUNTERS_PER_ROW = 16
 """64-bit numbers that generate keeps for each row beside its mask and its positions: is it finished, how long is it."""
 
@@ -81,7 +83,7 @@ def dry_run(
                 if not cached_tokens:
                     cache.reset()
                 with metered(structure.model, cache) as meter:
-                    _step(structure.model, cache, batch, new_tokens, short.vocab_size)
+                    _step(structure.model, cache, batch, new_tokens, short.vocab_size, meter)
                 split = meter.peak_by_tag()
                 split.pop("kv", None)  # windows that this step replaced: counted with the cache
                 if (rise_bytes := sum(split.values())) > worst.transient_bytes:
@@ -174,18 +176,30 @@ class _FakeParts:
         return {name: self.outside(name, shape) for name, shape in self._structure.weight_shapes(layer).items()}
 
 
-def _step(model: Any, cache: SharedCache, batch: int, new_tokens: int, vocab_size: int) -> None:
+def _step(
+    model: Any, cache: SharedCache, batch: int, new_tokens: int, vocab_size: int, meter: StorageMeter | None = None
+) -> None:
     """One forward pass, with the tensors that generate holds on to, and what sampling does with its logits."""
-    ids = torch.zeros((batch, new_tokens), dtype=torch.long)
-    kept_by_generate = torch.ones((batch, 2 * new_tokens + _COUNTERS_PER_ROW), dtype=torch.long)
+    ids, places = (torch.zeros((batch, new_tokens), dtype=torch.long) for _ in range(2))
+    whole_tokens = cache.get_seq_length() + new_tokens
+    kept_by_generate = torch.ones((batch, _NUMBERS_PER_TOKEN * whole_tokens + _COUNTERS_PER_ROW), dtype=torch.long)
     mask = None
-    if (
-        batch > 1 and new_tokens > 1 and not cache.get_seq_length()
-    ):  # rows of different length: padding makes transformers build a dense mask
+    if batch > 1 and new_tokens > 1 and not cache.get_seq_length():
+        # Rows of different length: padding makes transformers build a dense mask.
         mask = torch.ones((batch, 1, new_tokens, new_tokens), dtype=torch.bool)
+        if meter is not None:
+            meter.claim([mask], "mask")
     kept = {cache_argument(model): cache}
-    logits = model(ids, use_cache=True, logits_to_keep=1, attention_mask=mask, **kept).logits
-    scores = logits[:, -1].to(copy=True, dtype=torch.float32)
+    logits = model(ids, position_ids=places, use_cache=True, logits_to_keep=1, attention_mask=mask, **kept).logits
+    before = _sampled(ids, logits)  # what the token before was drawn from is still there
+    _sampled(ids, logits)
+    del kept_by_generate, before
+
+
+def _sampled(ids: torch.Tensor, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scores and probabilities of the next token, as generate makes them with top-k and top-p."""
+    likeliest = logits[:, -1].to(copy=True, dtype=torch.float32)
+    scores = TopPLogitsWarper(0.9)(ids, TopKLogitsWarper(50)(ids, likeliest))
     probabilities = torch.softmax(scores, dim=-1)
-    torch.cumsum(torch.sort(probabilities, descending=True).values, dim=-1)
-    del kept_by_generate
+    torch.multinomial(probabilities, num_samples=1)
+    return scores, probabilities
