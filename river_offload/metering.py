@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 from typing import Any
 
+import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from river_offload.call import Call
 from river_offload.handle import River
-from river_offload.kv.cache import cache_tensors
+from river_offload.kv.cache import SharedCache, cache_tensors
 from river_offload.memory.storages import storage_bytes
 from river_offload.phases import metered
 
@@ -30,6 +32,7 @@ def meter_forward(model: PreTrainedModel, river: River) -> None:
     def forward(*args: Any, **kwargs: Any) -> Any:
         call = Call.of(args, kwargs)
         key = (river.mode, call.rows, call.cached_tokens.bit_length())
+        before = list(cache_tensors(call.cache)) if isinstance(call.cache, SharedCache) else []
         kv_bytes = _held_by(call.cache)
         river.account.held = weights | {"kv": kv_bytes}
         if call.new_tokens == 1 and key in single_token:
@@ -39,8 +42,8 @@ def meter_forward(model: PreTrainedModel, river: River) -> None:
             with metered(model, call.cache, outside="logits") as meter:
                 output = plain(*args, **kwargs)
             rise = meter.peak_by_tag()
-            rise.pop("kv", None)  # a cache that grew, or windows that replaced others: held afterwards
-            kv_bytes = max(kv_bytes, _held_by(call.cache))
+            rise.pop("kv", None)  # a cache that grew, or windows that replaced others: counted as held
+            kv_bytes = max(kv_bytes, _held_by(call.cache, before))
             if call.new_tokens == 1 and call.cached_tokens:
                 single_token[key] = rise
         river.account.held = weights | {"kv": kv_bytes} | rise
@@ -53,5 +56,6 @@ def meter_forward(model: PreTrainedModel, river: River) -> None:
     model.forward = forward
 
 
-def _held_by(cache: Cache | None) -> int:
-    return 0 if cache is None or not hasattr(cache, "layers") else storage_bytes(cache_tensors(cache))
+def _held_by(cache: Cache | None, before: Iterable[torch.Tensor | None] = ()) -> int:
+    """Device bytes of a cache, and of what it held `before` a pass: until that is over, it could be undone."""
+    return 0 if cache is None or not hasattr(cache, "layers") else storage_bytes([*cache_tensors(cache), *before])

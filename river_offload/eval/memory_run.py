@@ -78,19 +78,20 @@ def _run(model: PreTrainedModel, turns: list[tuple[int, int]], seed: int) -> Byt
     try:
         with metered(model, cache) as meter:
             ids = _random_ids(model, turns[-1][0])
+            # A cache that was in use before is there in whole from the first layer on: the higher of the two cases.
+            _generate(model, ids[:, :1], cache, 1)
+            cache.reset()
             for prompt_tokens, new_tokens in turns:
-                prompt = ids[:, :prompt_tokens]
-                model.generate(
-                    prompt,
-                    attention_mask=_mask(prompt),
-                    past_key_values=cache,
-                    max_new_tokens=new_tokens,
-                    do_sample=True,
-                    top_p=0.9,
-                )
+                _generate(model, ids[:, :prompt_tokens], cache, new_tokens)
     finally:
         model.generation_config = own
     return Bytes(held_bytes + meter.peak_bytes, held | meter.peak_by_tag())
+
+
+def _generate(model: PreTrainedModel, prompt: torch.Tensor, cache: Cache, new_tokens: int) -> None:
+    mask = _mask(prompt)
+    options = {"do_sample": True, "top_p": 0.9}
+    model.generate(prompt, attention_mask=mask, past_key_values=cache, max_new_tokens=new_tokens, **options)
 
 
 def _random_ids(model: PreTrainedModel, tokens: int) -> torch.Tensor:

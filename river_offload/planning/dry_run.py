@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, TopKLogitsWarper, TopPLogitsWarper
 
 from policies.exit import ExitRule
 from policies.types import Mode, Placement
@@ -23,7 +23,7 @@ from river_offload.chunks import Spans, spans_of
 from river_offload.kv.cache import Mark, SharedCache, cache_argument, device_tensors, host_tensors, mark_tensors
 from river_offload.kv.kind import PLAIN, KvKind
 from river_offload.memory.categories import TRANSIENT
-from river_offload.memory.storages import storage_bytes
+from river_offload.memory.storages import StorageMeter, storage_bytes
 from river_offload.passage import Flow
 from river_offload.phases import metered
 from river_offload.quant.precision import Precision
@@ -31,6 +31,8 @@ from river_offload.store.slots import Slots
 from river_offload.structure import Structure
 from river_offload.trace import Trace
 
+_NUMBERS_PER_TOKEN = 3
+"""64-bit numbers that generate keeps for each token of a conversation: id, mask, mask extended."""
 _COUNTERS_PER_ROW = 16
 """64-bit numbers that generate keeps for each row beside its mask and its positions: is it finished, how long is it."""
 
@@ -93,9 +95,8 @@ def dry_run(
                     cache.reset()
                 before = cache.mark()
                 with metered(structure.model, cache) as meter:
-                    _step(
-                        structure.model, cache, batch, new_tokens, short.vocab_size, chunked=prefill_chunk is not None
-                    )
+                    chunked = prefill_chunk is not None
+                    _step(structure.model, cache, batch, new_tokens, short.vocab_size, meter, chunked=chunked)
                 split = meter.peak_by_tag()
                 split.pop("kv", None)  # windows that this step replaced: counted with the cache
                 if (rise_bytes := sum(split.values())) > worst.transient_bytes:
@@ -218,20 +219,37 @@ class _FakeParts:
 
 
 def _step(
-    model: Any, cache: SharedCache, batch: int, new_tokens: int, vocab_size: int, *, chunked: bool = False
+    model: Any,
+    cache: SharedCache,
+    batch: int,
+    new_tokens: int,
+    vocab_size: int,
+    meter: StorageMeter | None = None,
+    *,
+    chunked: bool = False,
 ) -> None:
     """One forward pass, with the tensors that generate holds on to, and what sampling does with its logits."""
-    ids = torch.zeros((batch, new_tokens), dtype=torch.long)
-    kept_by_generate = torch.ones((batch, 2 * new_tokens + _COUNTERS_PER_ROW), dtype=torch.long)
+    ids, places = (torch.zeros((batch, new_tokens), dtype=torch.long) for _ in range(2))
+    whole_tokens = cache.get_seq_length() + new_tokens
+    kept_by_generate = torch.ones((batch, _NUMBERS_PER_TOKEN * whole_tokens + _COUNTERS_PER_ROW), dtype=torch.long)
     mask = None
-    cached_tokens = cache.get_seq_length()
-    if batch > 1 and new_tokens > 1 and (chunked or not cached_tokens):  # rows of different length have padding
+    if batch > 1 and new_tokens > 1 and (chunked or whole_tokens == new_tokens):  # rows of different length: padding
         # In chunks it stays two-dimensional. Else transformers builds a dense mask of it, and would read it for that.
         dense = (batch, 1, new_tokens, new_tokens)
-        mask = torch.ones((batch, cached_tokens + new_tokens) if chunked else dense, dtype=torch.bool)
+        mask = torch.ones((batch, whole_tokens) if chunked else dense, dtype=torch.bool)
+        if meter is not None and not chunked:
+            meter.claim([mask], "mask")
     kept = {cache_argument(model): cache}
-    logits = model(ids, use_cache=True, logits_to_keep=1, attention_mask=mask, **kept).logits
-    scores = logits[:, -1].to(copy=True, dtype=torch.float32)
+    logits = model(ids, position_ids=places, use_cache=True, logits_to_keep=1, attention_mask=mask, **kept).logits
+    before = _sampled(ids, logits)  # what the token before was drawn from is still there
+    _sampled(ids, logits)
+    del kept_by_generate, before
+
+
+def _sampled(ids: torch.Tensor, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scores and probabilities of the next token, as generate makes them with top-k and top-p."""
+    likeliest = logits[:, -1].to(copy=True, dtype=torch.float32)
+    scores = TopPLogitsWarper(0.9)(ids, TopKLogitsWarper(50)(ids, likeliest))
     probabilities = torch.softmax(scores, dim=-1)
-    torch.cumsum(torch.sort(probabilities, descending=True).values, dim=-1)
-    del kept_by_generate
+    torch.multinomial(probabilities, num_samples=1)
+    return scores, probabilities
