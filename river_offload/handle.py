@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from policies.drafting import GATED_DRAFT, Drafting, drafting_of
 from policies.exit import ExitRule, ForcedExits
 from policies.types import Mode, Placement
-from river_offload.config import RiverConfig, check_mode, check_option
+from river_offload.config import DEFAULT_GATE, RiverConfig, check_mode, check_option
 from river_offload.errors import ContextError, ModeError, UsageError, not_possible
 from river_offload.kv.cache import SharedCache
 from river_offload.passage import Flow
@@ -65,6 +66,9 @@ class River:
         self.notes = notes
         self.account = Account()
         self.load_s = 0.0
+        self._gate = DEFAULT_GATE if config.gate is None else config.gate
+        self._draft = config.draft
+        self._policies: dict[tuple[str, str | int], Drafting] = {}
         self._model = model
         self._flow = flow
         self._budget_source = budget_source
@@ -72,6 +76,16 @@ class River:
         self._measure_device_bytes = measure_device_bytes
         self._host_bytes = host_bytes
         self._on_close = on_close
+
+    @property
+    def flow(self) -> Flow:
+        """What the passages of this model go through: for the loops that are built on it."""
+        return self._flow
+
+    @property
+    def drafts(self) -> bool:
+        """Does a generation in this mode draft and check?"""
+        return self._flow.rule.mode.drafts
 
     @property
     def trace(self) -> Trace:
@@ -83,7 +97,7 @@ class River:
 
     @property
     def mode(self) -> str:
-        """`exit`, `backbone`, `quantized` or `fixed:D`. Setting it raises ModeError when its parts were not built."""
+        """As in `load`. Setting it raises ModeError when its parts were not built."""
         return str(self._flow.rule.mode)
 
     @mode.setter
@@ -104,9 +118,50 @@ class River:
         """The fewest backbone layers of a passage in mode `exit`."""
         return self._flow.rule.min_exit
 
+    @property
+    def gate(self) -> float:
+        """The margin up to which mode `gated` asks the backbone."""
+        return self._gate
+
+    @gate.setter
+    def gate(self, gate: float) -> None:
+        self._gate = float(check_option("gate", gate))
+
+    @property
+    def draft(self) -> str | int:
+        """What modes `lossless` and `gated` draft before a check: `adaptive` or a number of tokens."""
+        if self._draft is not None:
+            return self._draft
+        return GATED_DRAFT if self._flow.rule.mode.kind == "gated" else "adaptive"
+
+    @draft.setter
+    def draft(self, draft: str | int) -> None:
+        self._draft = check_option("draft", draft)
+
+    @property
+    def drafting(self) -> Drafting:
+        """The policy in force. It is kept for later generations, so that what it learns is."""
+        key = self.mode, self.draft
+        if key not in self._policies:
+            self._policies[key] = drafting_of(self.draft)
+        return self._policies[key]
+
+    @property
+    def draft_depth(self) -> int:
+        """Backbone layers that a drafted token runs: those that stay on the device, or, where all do, those below the
+        first river layer."""
+        resident, river = len(self.placement.resident_layers), self.placement.river_layers
+        return resident if resident < self.num_layers else min(river, default=self.num_layers)
+
     @contextlib.contextmanager
     def using(
-        self, *, mode: str | None = None, tau: float | None = None, depths: Sequence[int] | None = None
+        self,
+        *,
+        mode: str | None = None,
+        tau: float | None = None,
+        depths: Sequence[int] | None = None,
+        gate: float | None = None,
+        draft: str | int | None = None,
     ) -> Iterator[River]:
         """Other settings until the block ends, the old ones after it. Raises ModeError, UsageError.
 
@@ -114,7 +169,18 @@ class River:
             depths: force the exits: backbone layers to run in each coming passage, the first being the prompt's. A
                 passage beyond the last depth raises UsageError. Excludes mode and tau, which decide the same.
         """
-        before = self._flow.rule
+        before = self._flow.rule, self._gate, self._draft
+        try:
+            self._use(mode, tau, depths)
+            if gate is not None:
+                self.gate = gate
+            if draft is not None:
+                self.draft = draft
+            yield self
+        finally:
+            self._flow.rule, self._gate, self._draft = before
+
+    def _use(self, mode: str | None, tau: float | None, depths: Sequence[int] | None) -> None:
         if depths is None:
             given = {"mode": mode, "tau": tau}
             self._set(**{name: check_option(name, value) for name, value in given.items() if value is not None})
@@ -122,10 +188,6 @@ class River:
             self._force(tuple(depths))
         else:
             raise UsageError("depths force every exit, mode and tau decide it otherwise: give one or the other")
-        try:
-            yield self
-        finally:
-            self._flow.rule = before
 
     def new_cache(self, max_tokens: int | None = None) -> SharedCache:
         """An empty KV cache to keep over several calls, as `past_key_values` of `generate`. The plan holds one.
@@ -139,7 +201,8 @@ class River:
                 f"a cache for {capacity} tokens was asked for, the plan holds 1 to {self.config.context}: "
                 "load with a larger context"
             )
-        return SharedCache(self._model.config.get_text_config(decoder=True), capacity)
+        text_config = self._model.config.get_text_config(decoder=True)
+        return SharedCache(text_config, capacity, give_back=self.config.give_back)
 
     @contextlib.contextmanager
     def accounting(self, prompt_tokens: int, closing_tokens: frozenset[int]) -> Iterator[Account]:
@@ -257,7 +320,8 @@ class River:
     def _built(self, text: str) -> Mode:
         """The mode, if every layer that it may reach is there."""
         mode = check_mode(text, self.num_layers)
-        river = mode.river_layers(self.num_layers, self.min_exit)
+        resident = len(self.placement.resident_layers)
+        river = mode.river_layers(self.num_layers, self.min_exit, resident)
         self._require_parts(f"mode {mode}", mode.backbone_layers(self.num_layers), river, text)
         return mode
 

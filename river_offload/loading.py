@@ -46,6 +46,8 @@ def load(
     slots: int = 2,
     prefetch: str = "next",
     on_miss: str = "wait",
+    draft: str | int | None = None,
+    gate: float | None = None,
     also_modes: tuple[str, ...] = (),
     trust_remote_code: bool = False,
     progress: Progress | None = None,
@@ -59,7 +61,7 @@ def load(
             disk; None for what is free now.
         context: tokens per row that the KV cache and the working memory are planned for.
         batch: rows planned for.
-        mode: "exit", "backbone", "quantized" or "fixed:D".
+        mode: "exit", "backbone", "quantized", "lossless", "gated" or "fixed:D".
         tau: exit threshold of mode exit (River-LLM: 0.5 for Llama, 0.7 near-lossless).
         min_exit: the fewest backbone layers a passage runs in mode exit.
         quant: bits and group size of the river.
@@ -70,6 +72,10 @@ def load(
         slots: device buffers that streamed layers pass through.
         prefetch: "none", "next" (the coming layers, in order) or "predicted" (those a predictor holds for likely).
         on_miss: "wait" for a layer that is not there, or "exit" to the river at once (in mode exit).
+        draft: tokens that modes lossless and gated draft on the river before the backbone checks them: "adaptive" or a
+            number. By default lossless adapts and gated, whose text depends on it, takes 16.
+        gate: mode gated asks the backbone about drafted tokens whose margin (top-1 minus top-2 probability) is at most
+            this: 0 asks about none, 1 about all.
         also_modes: modes whose parts are built too, so that the loaded model can switch to them.
         trust_remote_code: run model code that comes with the checkpoint.
         progress: told about long work.
@@ -100,6 +106,8 @@ def load(
         slots=slots,
         prefetch=prefetch,
         on_miss=on_miss,
+        draft=draft,
+        gate=gate,
         also_modes=also_modes,
         trust_remote_code=trust_remote_code,
     )

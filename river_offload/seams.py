@@ -13,6 +13,7 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.cache_utils import Cache, StaticCache
 
+from river_offload.decoding.handover import take_over
 from river_offload.errors import ContextError, UsageError, not_possible
 from river_offload.handle import River
 from river_offload.kv.cache import SharedCache, cache_argument
@@ -58,6 +59,8 @@ def _accounted_generate(model: PreTrainedModel, river: River) -> Any:
             generation_config.disable_compile = True
         if inputs is None:
             inputs = kwargs.pop("input_ids", None)
+        if river.drafts:
+            generation_config = take_over(river, config, generation_config, kwargs, cache_argument(model))
         prompt = inputs if inputs is not None else kwargs.get("inputs_embeds")
         if not isinstance(prompt, torch.Tensor) or prompt.ndim < 2:
             raise UsageError(f"the prompt is a {type(prompt).__name__}: expected a tensor of ids [rows, tokens]")
@@ -127,7 +130,8 @@ def _give_cache(
         raise ContextError(f"a static cache of {held} tokens is more than the planned context of {context}: shorten it")
     transformers_own = _option("cache_implementation", config, kwargs) or _option("use_cache", config, kwargs) is False
     if own is None and not transformers_own:
-        kwargs[name] = SharedCache(model.config.get_text_config(decoder=True), total)
+        text_config = model.config.get_text_config(decoder=True)
+        kwargs[name] = SharedCache(text_config, total, give_back=river.config.give_back)
 
 
 def _with_defaults(given: GenerationConfig | None, defaults: GenerationConfig) -> GenerationConfig:

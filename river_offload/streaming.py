@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from policies.forecast import Forecast, Known
 from policies.prefetch import KINDS, forecast_of
 from river_offload.config import RiverConfig
 from river_offload.memory.probes import free_device_bytes
@@ -108,6 +109,10 @@ def layers_to_hold(sizes: Mapping[int, int], budget_bytes: int) -> list[int]:
 
 def _prefetcher(config: RiverConfig, num_layers: int) -> Prefetcher:
     kind = next(kind for kind in KINDS if kind == config.prefetch)
-    return Prefetcher(
-        kind, lambda tau: forecast_of(kind, num_layers, tau=tau, min_exit=config.min_exit), tau=config.tau
-    )
+
+    def forecast_for(tau: float | None) -> Forecast:
+        if tau is None:
+            return Known(num_layers, num_layers)
+        return forecast_of(kind, num_layers, tau=tau, min_exit=config.min_exit)
+
+    return Prefetcher(kind, forecast_for, tau=config.tau)

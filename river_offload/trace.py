@@ -16,6 +16,7 @@ from typing import Any
 from river_offload.errors import UsageError
 
 VERSION = 1
+PATHS = ("prefill", "decode", "draft", "check")
 
 
 @dataclass(slots=True)
@@ -30,7 +31,7 @@ class PassageRecord:
     cached_tokens: int
     """Tokens a row in the KV cache before this passage."""
     path: str
-    """`prefill` or `decode`."""
+    """`prefill`, `decode`, `draft` (one token on the river, to be checked) or `check` (a block of them)."""
     mode: str
     depth: int
     """Backbone layers that ran before the exit; the number of layers when it never left."""
@@ -47,6 +48,10 @@ class PassageRecord:
     """Layers that were needed and not there: waited for, or left for the river."""
     wasted_bytes: int = 0
     """Bytes known by now to have come in vain: overwritten unused, or called off half-way."""
+    accepted: int = 0
+    """Drafted tokens a row that this check kept; it looked at new_tokens - 1 of them."""
+    decided: int = 0
+    """New tokens a row that this check decided or confirmed, the one after the last accepted included."""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values; a signal that is not finite becomes null, since JSON knows no NaN."""
@@ -162,7 +167,7 @@ def _require(name: str, value: object) -> None:
 
 
 _EXPECTED: dict[str, tuple[str, Callable[[object], bool]]] = {
-    "path": ("prefill or decode", lambda value: value in ("prefill", "decode")),
+    "path": (f"one of {', '.join(PATHS)}", lambda value: value in PATHS),
     "margin": ("a number or nothing", lambda value: value is None or _is_number(value)),
     "mode": ("the name of a mode", lambda value: isinstance(value, str)),
     "signals": ("a list of numbers", _is_signals),

@@ -16,6 +16,7 @@ class Prefetcher:
     Args:
         kind: of prefetch.
         forecast_for: makes the forecast for an exit threshold; what is learned under one does not hold under another.
+            None stands for drafts and checks in turn, where a pass through all layers is always next.
         tau: the threshold in force.
         pace: learns what things take.
 
@@ -24,15 +25,20 @@ class Prefetcher:
     """
 
     def __init__(
-        self, kind: Kind, forecast_for: Callable[[float], Forecast], *, tau: float = 0.5, pace: Pace | None = None
+        self,
+        kind: Kind,
+        forecast_for: Callable[[float | None], Forecast],
+        *,
+        tau: float = 0.5,
+        pace: Pace | None = None,
     ) -> None:
         self.kind = kind
         self.pace = pace or Pace()
         self._forecast_for = forecast_for
         self.forecast = forecast_for(tau)
-        self._forecasts = {tau: self.forecast}
+        self._forecasts: dict[float | None, Forecast] = {tau: self.forecast}
 
-    def opened(self, new_tokens: int, margin: float | None, known_depth: int | None, tau: float) -> None:
+    def opened(self, new_tokens: int, margin: float | None, known_depth: int | None, tau: float | None) -> None:
         """A passage begins (see `Forecast.begin`)."""
         if tau not in self._forecasts:
             self._forecasts[tau] = self._forecast_for(tau)

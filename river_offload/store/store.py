@@ -105,8 +105,9 @@ class Store:
         self._transfers.release(slot, forget=self._slots.poison_on_release)
         del self._lent[depth]  # last: what an interrupt cuts short is done again by broken_off
 
-    def opened(self, new_tokens: int, margin: float | None, known_depth: int | None, tau: float) -> None:
-        """A passage begins: its new tokens a row, the last token's margin, and its depth if its mode fixes that."""
+    def opened(self, new_tokens: int, margin: float | None, known_depth: int | None, tau: float | None) -> None:
+        """A passage begins: its new tokens a row, the last token's margin, its depth if its mode fixes that, and the
+        exit threshold, None where drafts and checks take turns."""
         if self._prefetcher is not None:
             self._prefetcher.opened(new_tokens, margin, known_depth, tau)
 
