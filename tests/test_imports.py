@@ -24,11 +24,11 @@ LEVELS = [
     ["assemble"],
     ["planning"],
     ["handle", "streaming"],
-    ["metering"],
+    ["metering", "decoding"],
     ["seams"],
     ["loading"],
     ["(package)"],
-    ["decoding", "eval"],
+    ["eval"],
     ["cli"],
 ]
 LEVEL = {part: number for number, level in enumerate(LEVELS) for part in level}

@@ -47,6 +47,7 @@ def dry_run(
     context: int,
     batch: int,
     modes: tuple[Mode, ...],
+    give_back: int = 0,
     trust_remote_code: bool = False,
 ) -> Needs:
     """Run prompts and single tokens that fill the context down each path that `modes` can take.
@@ -54,6 +55,8 @@ def dry_run(
     Args:
         config: the text config of the model.
         context, batch: tokens per row, rows.
+        give_back: the most drafted tokens that a mode checks at once and takes off the cache again; 0 without such a
+            mode.
     """
     whole = Structure.of(config, precision.dtype, trust_remote_code=trust_remote_code)
     kinds = whole.kinds()
@@ -68,7 +71,7 @@ def dry_run(
         with fake, torch.no_grad():
             structure = Structure.of(short, precision.dtype, trust_remote_code=trust_remote_code)
             _assemble_fake(structure, rule, _FakeParts(structure, precision))
-            cache = SharedCache(short, context)
+            cache = SharedCache(short, context, give_back=give_back)
             _step(structure.model, cache, batch, 1, short.vocab_size)
             cache.reset()  # all but the windows is allocated now and is no part of what follows
             for cached_tokens, new_tokens in _steps(context):
@@ -76,6 +79,12 @@ def dry_run(
                     cache.reset()
                 with StorageMeter() as meter:
                     _step(structure.model, cache, batch, new_tokens, short.vocab_size)
+                transient_bytes = max(transient_bytes, meter.peak_bytes)
+            if give_back and rule.mode.kind != "quantized":
+                checked = min(give_back, context - 1)
+                cache.crop(-checked)
+                with StorageMeter() as meter:
+                    _step(structure.model, cache, batch, checked, short.vocab_size, kept_logits=checked)
                 transient_bytes = max(transient_bytes, meter.peak_bytes)
             layer_kv_bytes = [storage_bytes((layer.keys, layer.values)) for layer in cache.layers]
     return Needs(sum(layer_kv_bytes[kinds.index(kind)] for kind in kinds), transient_bytes)
@@ -164,7 +173,9 @@ class _FakeParts:
         return {name: self.outside(name, shape) for name, shape in self._structure.weight_shapes(layer).items()}
 
 
-def _step(model: Any, cache: SharedCache, batch: int, new_tokens: int, vocab_size: int) -> None:
+def _step(
+    model: Any, cache: SharedCache, batch: int, new_tokens: int, vocab_size: int, *, kept_logits: int = 1
+) -> None:
     """One forward pass, with the tensors that generate holds on to, and what sampling does with its logits."""
     ids = torch.zeros((batch, new_tokens), dtype=torch.long)
     kept_by_generate = torch.ones((batch, 2 * new_tokens + _COUNTERS_PER_ROW), dtype=torch.long)
@@ -174,7 +185,7 @@ def _step(model: Any, cache: SharedCache, batch: int, new_tokens: int, vocab_siz
     ):  # rows of different length: padding makes transformers build a dense mask
         mask = torch.ones((batch, 1, new_tokens, new_tokens), dtype=torch.bool)
     kept = {cache_argument(model): cache}
-    logits = model(ids, use_cache=True, logits_to_keep=1, attention_mask=mask, **kept).logits
+    logits = model(ids, use_cache=True, logits_to_keep=kept_logits, attention_mask=mask, **kept).logits
     scores = logits[:, -1].to(copy=True, dtype=torch.float32)
     probabilities = torch.softmax(scores, dim=-1)
     torch.cumsum(torch.sort(probabilities, descending=True).values, dim=-1)

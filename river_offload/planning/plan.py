@@ -110,6 +110,7 @@ def _place(
         context=config.context,
         batch=config.batch,
         modes=modes,
+        give_back=config.give_back,
         trust_remote_code=config.trust_remote_code,
     )
     other = {entry.dtype for entry in stored} - {str(precision.dtype).removeprefix("torch.")}

@@ -1,0 +1,35 @@
+"""Mode lossless writes what transformers writes, token for token, whatever is drafted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from families import FAMILIES, QUANT, tokens
+
+from river_offload import QuantConfig
+
+NEW = 64
+FINE = QuantConfig(bits=8, group_size=32)
+"""Nearly always right; four bits of random weights are nearly always wrong."""
+
+
+@pytest.mark.parametrize("place", ["resident", "streamed"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_text_is_that_of_transformers(
+    family: str, place: str, plain: Callable[[str], Any], drafter: Callable[..., Any]
+) -> None:
+    model = drafter(family, place, quant=FINE if place == "streamed" else QUANT)
+    ids = tokens(9)
+    expected = plain(family).generate(ids, max_new_tokens=NEW, do_sample=False)
+    for draft in (*range(1, 9), "adaptive") if place == "streamed" else (1, 5, "adaptive"):
+        with model.river.using(draft=draft):
+            found = model.generate(ids, max_new_tokens=NEW, do_sample=False)
+        assert torch.equal(found, expected), draft
+        records = model.river.account.records
+        assert {record.path for record in records[1:]} == {"draft", "check"}
+        assert not any(record.signals for record in records)
+        accepted = sum(record.accepted for record in records)
+        assert 0 < accepted < sum(record.path == "draft" for record in records)
