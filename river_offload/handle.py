@@ -18,7 +18,7 @@ from river_offload.config import DEFAULT_GATE, RiverConfig, check_mode, check_op
 from river_offload.errors import ContextError, ModeError, UsageError, not_possible
 from river_offload.kv.cache import SharedCache
 from river_offload.passage import Flow
-from river_offload.trace import PassageRecord, Trace
+from river_offload.trace import PassageRecord, Trace, checking_figures
 
 
 @dataclass
@@ -235,23 +235,28 @@ class River:
     def report(self) -> dict[str, Any]:
         """The account of the last generate. Byte counts are bytes, times are seconds.
 
-        `depths` has the depth of the passage that made each new token, the first being the prefill's; `mean_depth` is
-        their mean without the prefill's (with it when there is no other). `peak_device_bytes` is what the weights hold
+        `depths` has the depth of each passage, the first being the prefill's: one passage a new token, or, in modes
+        `lossless` and `gated`, one a drafted token and one a check. `mean_depth` is what a new token took of the
+        backbone: their sum without the prefill's by the new tokens but the first (the prefill's when there is no other).
+        What the drafts came to is told by `checking_figures`. `peak_device_bytes` is what the weights hold
         plus the highest that caches and working memory rose to. `host` tells how much of the host memory of a GPU's
         layers is pinned; `misses` counts layers that were needed and not there, `wait_s` the time that cost.
         """
         account, records = self.account, self.account.records
         depths = [record.depth for record in records]
-        decode = [record for record in records if record.path == "decode"]
+        later = [record.depth for record in records if record.path != "prefill"]
         prefill_s = sum(record.seconds for record in records if record.path == "prefill")
-        generated = [record.depth for record in decode] or depths
+        new_tokens = account.new_tokens or len(records)
+        drafted = any(record.path in ("draft", "check") for record in records)
+        later_tokens = max(new_tokens - 1, 1) if drafted else len(later)
         return {
             "prompt_tokens": account.prompt_tokens,
-            "new_tokens": account.new_tokens or len(records),
+            "new_tokens": new_tokens,
             "mode": account.mode or self.mode,
             "tau": account.tau if account.mode else self.tau,
             "num_layers": self.num_layers,
-            "mean_depth": sum(generated) / len(generated) if generated else None,
+            "mean_depth": sum(later) / later_tokens if later else _first(records, "prefill"),
+            **checking_figures(records, self.num_layers, new_tokens),
             "depths": depths,
             "prefill_depth": _first(records, "prefill"),
             "seconds": {

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -136,6 +136,27 @@ class Trace:
         _require("num_layers", header.get("num_layers"))
         about = {name: value for name, value in header.items() if name not in ("version", "num_layers")}
         return cls(header["num_layers"], about)
+
+
+def checking_figures(records: Sequence[PassageRecord], num_layers: int, new_tokens: int) -> dict[str, Any]:
+    """What one generation asked of the backbone after its prompt; shares and means are None where there is nothing.
+
+    `backbone_passes` ran every backbone layer; `tokens_per_backbone_pass` counts the tokens after the first, which is
+    the prompt's; `checked_share` is the share of those that the backbone decided or confirmed: 1 in mode lossless.
+    """
+    after_prompt = [record for record in records if record.path != "prefill"]
+    passes = sum(record.depth == num_layers for record in after_prompt if record.path != "draft")
+    drafted = sum(record.path == "draft" for record in after_prompt)
+    later_tokens = max(new_tokens - 1, 0)
+    checked = sum(record.decided for record in after_prompt)
+    return {
+        "backbone_passes": passes,
+        "drafted": drafted,
+        "accepted": sum(record.accepted for record in after_prompt),
+        "tokens_per_backbone_pass": later_tokens / passes if passes else None,
+        "bytes_per_token": sum(record.bytes_streamed for record in records) / new_tokens if new_tokens else None,
+        "checked_share": checked / later_tokens if later_tokens and drafted else None,
+    }
 
 
 def _parse_object(line: bytes) -> dict[str, Any]:

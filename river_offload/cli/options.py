@@ -22,7 +22,7 @@ import typer
 from policies.types import Mode
 from river_offload.cli.help import NOTHING
 from river_offload.cli.streams import reason
-from river_offload.config import QuantConfig, RiverConfig
+from river_offload.config import DEFAULT_GATE, QuantConfig, RiverConfig
 from river_offload.errors import UsageError
 
 GENERATE_NEW_TOKENS = 256
@@ -88,11 +88,19 @@ class ModelOptions:
 
     mode: Annotated[
         str | None,
-        _option("--mode", "MODE", "River", "exit, backbone, quantized or fixed:D.", RiverConfig.mode),
+        _option("--mode", "MODE", "River", "exit, backbone, lossless, gated, quantized or fixed:D.", RiverConfig.mode),
     ] = None
     tau: Annotated[
         float | None,
         _option("--tau", "T", "River", "Leave the backbone when the exit signal passes this.", RiverConfig.tau),
+    ] = None
+    draft: Annotated[
+        str | None,
+        _option("--draft", "N", "River", "Tokens drafted before a check: a number or adaptive.", "by the mode"),
+    ] = None
+    gate: Annotated[
+        float | None,
+        _option("--gate", "G", "River", "Mode gated asks the backbone up to this margin, 0 to 1.", DEFAULT_GATE),
     ] = None
     min_exit: Annotated[
         int | None,
@@ -157,6 +165,10 @@ class ModelOptions:
         for name, value in (("--tau", self.tau), ("--min-exit", self.min_exit)):
             if value is not None and mode.kind != "exit":
                 raise UsageError(f"{name} has no effect in mode {mode}: leave it out or use --mode exit")
+        if self.draft is not None and not mode.drafts:
+            raise UsageError(f"--draft has no effect in mode {mode}: leave it out or use --mode lossless or gated")
+        if self.gate is not None and mode.kind != "gated":
+            raise UsageError(f"--gate has no effect in mode {mode}: leave it out or use --mode gated")
         for name, value in (("--bits", self.bits), ("--group-size", self.group_size)):
             if value is not None and mode.kind == "backbone":
                 raise UsageError(f"{name} has no effect in mode backbone, which has no river: leave it out")
@@ -176,7 +188,7 @@ class ModelOptions:
         quant = {name: getattr(self, name) for name in ("bits", "group_size") if getattr(self, name) is not None}
         names = (
             *("mode", "tau", "min_exit", "head_bits", "budget", "context", "slots", "prefetch", "on_miss"),
-            *("device", "dtype", "cache_dir"),
+            *("draft", "gate", "device", "dtype", "cache_dir"),
         )
         given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         if quant:
