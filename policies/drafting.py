@@ -4,7 +4,7 @@ A check costs nearly the same whether it looks at two tokens or at twenty, since
 So a draft should be long; but all that follows its first wrong token is wasted. The longer, the less likely the next
 token still counts:
 
-    P(it counts) = product over the drafted tokens of P(the backbone agrees | their margins) * P(it agrees with the next)
+    P(it counts) = product over the drafted tokens of P(the backbone agrees | margin) * P(it agrees with the next)
 
 One more token pays as long as what it is worth exceeds what its seconds would bring elsewhere: P(it counts) against
 (draft seconds + what a check of one more token takes longer) * (tokens per second so far). P never rises while a draft
@@ -15,6 +15,7 @@ rate that a rule reaches is what it is told next (Dinkelbach's iteration).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Protocol
 
 MOST_DRAFTED = 32
@@ -112,7 +113,7 @@ class Agreement:
     def __init__(self) -> None:
         # A margin of 0 is right half the time and a margin of 1 nearly always: a line between the two, to begin with.
         places = (0.0, *_EDGES, 1.0)
-        middles = [(low + high) / 2 for low, high in zip(places, places[1:], strict=False)]
+        middles = [(low + high) / 2 for low, high in pairwise(places)]
         self._right = [_PRIOR_TOKENS * (0.5 + 0.48 * middle) for middle in middles]
         self._seen = [_PRIOR_TOKENS] * len(middles)
         self._all_right, self._all_seen = 0.8 * _PRIOR_TOKENS, _PRIOR_TOKENS

@@ -124,7 +124,7 @@ class RiverConfig:
     on_miss: str = "wait"
     """What a passage does about a layer that is not there: `wait`, or `exit` to the river, in mode exit."""
     draft: str | int | None = None
-    """Tokens that modes lossless and gated draft before a check: `adaptive` or a number. None for what suits the mode."""
+    """Tokens that modes lossless and gated draft before a check, or `adaptive`. None for what suits the mode."""
     gate: float | None = None
     """The margin up to which mode gated asks the backbone, 0..1. None for DEFAULT_GATE."""
     also_modes: tuple[str, ...] = ()

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
 from transformers import PreTrainedModel
 
 from policies.drafting import GATED_DRAFT, Drafting, drafting_of
@@ -148,8 +147,7 @@ class River:
 
     @property
     def draft_depth(self) -> int:
-        """Backbone layers that a drafted token runs: those that stay on the device, or, where all do, those below the
-        first river layer."""
+        """Backbone layers of a drafted token: those on the device; if all are, those below the first river layer."""
         resident, river = len(self.placement.resident_layers), self.placement.river_layers
         return resident if resident < self.num_layers else min(river, default=self.num_layers)
 
@@ -236,11 +234,11 @@ class River:
         """The account of the last generate. Byte counts are bytes, times are seconds.
 
         `depths` has the depth of each passage, the first being the prefill's: one passage a new token, or, in modes
-        `lossless` and `gated`, one a drafted token and one a check. `mean_depth` is what a new token took of the
-        backbone: their sum without the prefill's by the new tokens but the first (the prefill's when there is no other).
-        What the drafts came to is told by `checking_figures`. `peak_device_bytes` is what the weights hold
-        plus the highest that caches and working memory rose to. `host` tells how much of the host memory of a GPU's
-        layers is pinned; `misses` counts layers that were needed and not there, `wait_s` the time that cost.
+        `lossless` and `gated`, one a drafted token and one a check. `mean_depth` is their sum without the prefill's by
+        the new tokens but the first (the prefill's when there is no other). See `checking_figures` for those of drafts.
+        `peak_device_bytes` is what the weights hold plus the highest that caches and working memory rose to. `host`
+        tells how much of the host memory of a GPU's layers is pinned; `misses` counts layers that were needed and not
+        there, `wait_s` the time that cost.
         """
         account, records = self.account, self.account.records
         depths = [record.depth for record in records]
@@ -347,9 +345,3 @@ class River:
 
 def _first(records: list[PassageRecord], path: str) -> int | None:
     return next((record.depth for record in records if record.path == path), None)
-
-
-def device_tensors(model: torch.nn.Module) -> Iterator[torch.Tensor]:
-    """Every parameter and buffer that a model holds."""
-    yield from model.parameters()
-    yield from model.buffers()

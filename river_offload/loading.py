@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from policies.exit import ExitRule
 from river_offload.assemble import assemble
 from river_offload.config import QuantConfig, RiverConfig
-from river_offload.handle import River, device_tensors
+from river_offload.handle import River
 from river_offload.memory.probes import return_freed_memory
 from river_offload.memory.storages import storage_bytes
 from river_offload.parts import CheckpointParts
@@ -174,7 +174,7 @@ def _handled(plan: Plan, flow: Flow, streaming: Streaming, kernels: dict[str, An
         model.generation_config = plan.generation_config
 
     def device_bytes() -> int:
-        tensors = (*device_tensors(model), *streaming.slots.buffers)
+        tensors = (*model.parameters(), *model.buffers(), *streaming.slots.buffers)
         return storage_bytes(tensors, plan.device) + streaming.held_bytes()
 
     def host_bytes() -> dict[str, int]:

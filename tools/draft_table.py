@@ -33,7 +33,9 @@ def main() -> None:
     model = river_offload.load(asked.model, mode=mode, also_modes=("backbone",), **options)
     with model.river:
         placement = model.river.placement
-        print(f"resident {len(placement.resident_layers)}, streamed {len(placement.streamed_layers)} layers", flush=True)
+        print(
+            f"resident {len(placement.resident_layers)}, streamed {len(placement.streamed_layers)} layers", flush=True
+        )
         rows: dict[str, list[dict[str, Any]]] = defaultdict(list)
         try:
             for number, text in enumerate(_prompts(asked)):
@@ -76,16 +78,19 @@ def _one_prompt(model: Any, text: str, asked: argparse.Namespace) -> Iterator[tu
             seconds = time.perf_counter() - started_s
         expected = ids if expected is None else expected
         records = model.river.account.records
-        yield name, {
-            "tokens": len(ids) - inputs["input_ids"].shape[1],
-            "same": ids == expected,
-            "checks": sum(record.path in ("check", "decode") for record in records),
-            "drafted": sum(record.path == "draft" for record in records),
-            "bytes": sum(record.bytes_streamed for record in records),
-            "seconds": seconds,
-            "draft_s": sum(record.seconds for record in records if record.path == "draft"),
-            "check_s": sum(record.seconds for record in records if record.path == "check"),
-        }
+        yield (
+            name,
+            {
+                "tokens": len(ids) - inputs["input_ids"].shape[1],
+                "same": ids == expected,
+                "checks": sum(record.path in ("check", "decode") for record in records),
+                "drafted": sum(record.path == "draft" for record in records),
+                "bytes": sum(record.bytes_streamed for record in records),
+                "seconds": seconds,
+                "draft_s": sum(record.seconds for record in records if record.path == "draft"),
+                "check_s": sum(record.seconds for record in records if record.path == "check"),
+            },
+        )
 
 
 def _prompts(asked: argparse.Namespace) -> list[str]:

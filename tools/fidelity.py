@@ -1,6 +1,6 @@
 """Agreement and KL against the backbone over backbone layers a token: tau swept, gate swept, lossless.
 
-    python tools/fidelity.py demo --prompts questions.jsonl --field question --count 20 --out points.json --plot curves.svg
+    python tools/fidelity.py demo --prompts questions.jsonl --count 20 --out points.json --plot curves.svg
     python tools/fidelity.py --read points.json other.json --plot both.svg
 
 Points are written after each prompt, so a run that is stopped has said something.

@@ -165,10 +165,6 @@ class ModelOptions:
         for name, value in (("--tau", self.tau), ("--min-exit", self.min_exit)):
             if value is not None and mode.kind != "exit":
                 raise UsageError(f"{name} has no effect in mode {mode}: leave it out or use --mode exit")
-        if self.draft is not None and not mode.drafts:
-            raise UsageError(f"--draft has no effect in mode {mode}: leave it out or use --mode lossless or gated")
-        if self.gate is not None and mode.kind != "gated":
-            raise UsageError(f"--gate has no effect in mode {mode}: leave it out or use --mode gated")
         for name, value in (("--bits", self.bits), ("--group-size", self.group_size)):
             if value is not None and mode.kind == "backbone":
                 raise UsageError(f"{name} has no effect in mode backbone, which has no river: leave it out")

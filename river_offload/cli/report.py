@@ -9,7 +9,6 @@ from typing import Any
 
 from river_offload.config import format_size
 
-
 CHECKING = (
     "backbone_passes",
     "drafted",

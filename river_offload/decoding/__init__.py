@@ -1,1 +1,1 @@
-"""The river drafts, the streamed backbone checks whole blocks (lossless), or only has its say on unsure tokens (gated)."""
+"""The river drafts, the streamed backbone checks whole blocks (lossless), or decides unsure tokens only (gated)."""

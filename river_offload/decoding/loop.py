@@ -1,10 +1,10 @@
 """Draft, check, keep what is right, and again.
 
-One round: some tokens are drafted, one passage each, through the resident backbone layers and the river. The cache gives
-their places back, and one passage of the backbone runs over the last token of the text and all drafted ones. It writes
-the places anew and says of each what the backbone would have put there. What follows the first wrong token is given
-back, so between two rounds the cache holds backbone keys and values of the whole text but its last token, as if nothing
-had been drafted.
+One round: some tokens are drafted, one passage each, through the resident backbone layers and the river. The cache
+gives their places back, and one passage of the backbone runs over the last token of the text and all drafted ones. It
+writes the places anew and says of each what the backbone would have put there. What follows the first wrong token is
+given back, so between two rounds the cache holds backbone keys and values of the whole text but its last token, as if
+nothing had been drafted.
 
 A batch goes on in step: a round keeps as many tokens as its least lucky unfinished row allows. The others draft theirs
 again, and, as a token depends on its place alone, get the same ones.
@@ -40,7 +40,7 @@ class Plan:
     """Backbone layers that a draft runs."""
     drafting: Drafting
     gate: float | None
-    """Drafted tokens with a margin above this are kept unasked; None asks about each, 0 about none, and checks nothing."""
+    """Drafted tokens with a margin above this are kept unasked. None asks about each, 0 about none: no checks."""
 
 
 @dataclass

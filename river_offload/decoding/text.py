@@ -1,4 +1,4 @@
-"""The text of a generation as it grows: tokens, what the model is told about them, who has finished, what is returned."""
+"""The text of a generation as it grows: tokens, what the model is told of them, who has finished, what is returned."""
 
 from __future__ import annotations
 

@@ -3,9 +3,9 @@
 Teacher-forced, every way of running reads the backbone's own text and is asked for the next token. Free-running, it
 writes its own text, and the backbone is asked at each place of that text what it would have put there.
 
-A gate needs no run of its own when the text is given: drafted tokens, their margins and what the backbone says there are
-recorded once, in blocks, and each gate is walked through the record. Layers a token count every passage that a token
-needed: drafts, checks, exits; a check of many tokens runs each layer once.
+A gate needs no run of its own when the text is given: drafted tokens, their margins and what the backbone says there
+are recorded once, in blocks, and each gate is walked through the record. Layers a token count every passage that a
+token needed: drafts, checks, exits; a check of many tokens runs each layer once.
 """
 
 from __future__ import annotations
@@ -164,8 +164,6 @@ def backbone_logits(model: PreTrainedModel, text: torch.Tensor, prompt_tokens: i
     with model.river.using(mode="backbone"):
         logits: torch.Tensor = model(text[:, :-1], logits_to_keep=keep, use_cache=False).logits
     return logits[0].float()
-
-
 
 
 def _compared(mine: torch.Tensor, theirs: torch.Tensor) -> tuple[list[float], list[float]]:

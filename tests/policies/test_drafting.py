@@ -64,7 +64,9 @@ def test_the_two_links_want_different_lengths() -> None:
     assert best[0] * 1.5 < best[1]
 
 
-def blocks(policy: Adaptive, margin: float, *, count: int = 50, right: int = 99, check_s: float = 10.0) -> Iterator[int]:
+def blocks(
+    policy: Adaptive, margin: float, *, count: int = 50, right: int = 99, check_s: float = 10.0
+) -> Iterator[int]:
     """Lengths of drafts whose tokens all have one margin, the first `right` of them being right."""
     for _ in range(count):
         margins: list[float] = []
