@@ -80,7 +80,7 @@ def dry_run(
                 with StorageMeter() as meter:
                     _step(structure.model, cache, batch, new_tokens, short.vocab_size)
                 transient_bytes = max(transient_bytes, meter.peak_bytes)
-            if give_back and rule.mode.kind != "quantized":
+            if give_back and context > 1 and rule.mode.kind != "quantized":
                 checked = min(give_back, context - 1)
                 cache.crop(-checked)
                 with StorageMeter() as meter:
