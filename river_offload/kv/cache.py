@@ -123,6 +123,10 @@ class WindowLayer(DynamicSlidingWindowLayer):
         give_back: how many of its last tokens the layer can give back: so many older ones come into the window again.
     """
 
+    keys: torch.Tensor
+    values: torch.Tensor
+    cumulative_length: int
+
     def __init__(self, sliding_window: int, give_back: int = 0) -> None:
         super().__init__(sliding_window)
         self.give_back = give_back
