@@ -109,7 +109,7 @@ class _Rounds:
         before = self.text.ids.shape[1]
         with self._given_back_on_failure(cached, before):
             block = self._draft()
-            if self.plan.gate == 0 and len(block):
+            if self.plan.gate == 0:
                 self._keep(block)
             else:
                 self._check(block)
@@ -118,9 +118,10 @@ class _Rounds:
     def _draft(self) -> Block:
         """Draft until the policy says stop, there is no room left, or every row has come to its end."""
         block, text = Block(), self.text
+        # A check adds a token of its own: in front of the last one there is nothing to draft.
+        most = text.room - (self.plan.gate != 0)
         with self.flow.part("draft", self._draft_rule):
-            # The check adds a token of its own; in front of the last one there is nothing to draft.
-            while len(block) < text.room - 1 and self.plan.drafting.goes_on(block.margins):
+            while len(block) < most and self.plan.drafting.goes_on(block.margins):
                 started_s = time.perf_counter()
                 ids, kwargs = text.extended(block.tokens)
                 logits = self._logits(ids, kwargs, 1)[:, 0]

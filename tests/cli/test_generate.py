@@ -209,7 +209,7 @@ def test_prompt_from_a_file_and_from_standard_input(stub, runner, tmp_path):
         (["--prompt", "a", "--mode", "backbone", "--tau", "0.5"], "--tau has no effect in mode backbone"),
         (["--prompt", "a", "--mode", "fixed:2", "--min-exit", "1"], "--min-exit has no effect in mode fixed:2"),
         (["--prompt", "a", "--mode", "backbone", "--bits", "4"], "--bits has no effect"),
-        (["--prompt", "a", "--mode", "fixed"], "expected exit, backbone, quantized or fixed:D"),
+        (["--prompt", "a", "--mode", "fixed"], "expected exit, backbone, quantized, lossless, gated or fixed:D"),
         (["--prompt", "a", "--tau", "nan"], "tau is nan"),
         (["--prompt", "a", "--min-exit", "0"], "--min-exit is 0"),
         (["--prompt", "a", "--bits", "5"], "error: --bits is 5"),

@@ -47,7 +47,7 @@ def by_hand(model: Any, ids: torch.Tensor, gate: float, draft: int, new_tokens: 
     return text, decided
 
 
-@pytest.mark.parametrize("gate", [0.02, 0.1, 0.4])
+@pytest.mark.parametrize("gate", [0.005, 0.02, 0.05])
 def test_sure_tokens_are_kept_and_the_backbone_decides_the_others(gate: float, drafter: Callable[..., Any]) -> None:
     model = drafter("gemma3", mode="gated", draft=4, also_modes=("exit", "lossless"))
     model.river.gate = gate
@@ -80,7 +80,7 @@ def test_a_gate_of_0_is_the_river_and_a_gate_of_1_the_backbone(drafter: Callable
 
 
 def test_a_seed_repeats_a_gated_sample(drafter: Callable[..., Any]) -> None:
-    model = drafter("llama", mode="gated", gate=0.05, batch=2)
+    model = drafter("llama", mode="gated", gate=0.02, batch=2)
     assert model.river.draft == 16  # and no length that depends on measured times
     prompt = tokens(9, rows=2)
     found, again = both((model, model), prompt, max_new_tokens=NEW, do_sample=True)

@@ -57,7 +57,7 @@ def test_lossless_agrees_everywhere_and_the_river_costs_no_backbone_pass() -> No
 def test_a_point_is_the_mean_over_all_tokens_of_all_prompts() -> None:
     one, other = walked(0.0), gated([[RIGHT, RIGHT]], 0.0, 4, 2, LAYERS)
     found = point("gate", 0.0, "teacher", [one, other])
-    assert found == Point("gate", 0.0, "teacher", 2.0, 8 / 10, pytest.approx(0.42), 10)
+    assert found == Point("gate", 0.0, "teacher", 2.0, 8 / 10, pytest.approx(0.4), 10)
 
 
 def test_records_and_texts_of_a_real_model(
@@ -72,7 +72,7 @@ def test_records_and_texts_of_a_real_model(
     assert (deep.layers, set(deep.agrees)) == (17 * 5, {1.0})
     assert deep.kl == pytest.approx([0.0] * 17, abs=1e-5)
     shallow = teacher_forced_exit(model, text, 6, -2.0)
-    assert (shallow.layers, sum(shallow.kl) > 0.1) == (17, True)
+    assert (shallow.layers, sum(shallow.kl) > 1e-3) == (17, True)
     free = free_running(model, tokens(6), 18, mode="lossless", draft=4)
     assert free.agrees == [1.0] * 17
     report = model.river.report()
