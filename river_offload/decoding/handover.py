@@ -9,6 +9,7 @@ from transformers import GenerationConfig
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.stopping_criteria import StoppingCriteriaList, StopStringCriteria
 
+from policies.drafting import GATED_DRAFT, FixedLength
 from river_offload.decoding.loop import Plan, decoding_method
 from river_offload.errors import UsageError
 from river_offload.handle import River
@@ -54,7 +55,9 @@ def take_over(
     stops = kwargs.pop("stop_strings", None) or config.stop_strings
     if stops:
         own_config = _stop_at(stops, river, config if own_config is None else own_config, kwargs)
-    plan = Plan(river.draft_depth, river.drafting, river.gate if river.mode == "gated" else None)
+    gate = river.gate if river.mode == "gated" else None
+    # Without checks there is nothing to adapt to, and a draft of no tokens would go on for ever.
+    plan = Plan(river.draft_depth, FixedLength(GATED_DRAFT) if gate == 0 else river.drafting, gate)
     kwargs["custom_generate"] = decoding_method(river.flow, plan, cache_name, kwargs.get("streamer"))
     return own_config
 

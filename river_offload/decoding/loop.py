@@ -29,6 +29,7 @@ from policies.drafting import Drafting
 from policies.exit import DraftExit
 from river_offload.decoding.text import Text
 from river_offload.errors import UsageError
+from river_offload.kv.cache import SharedCache
 from river_offload.passage import Flow
 
 
@@ -223,7 +224,8 @@ def _length(cache: Cache) -> int:
 
 
 def _require_croppable(cache: Cache | None) -> None:
-    if cache is None or not cache.is_croppable:
+    # Older versions of transformers do not say it of their caches.
+    if cache is None or not getattr(cache, "is_croppable", isinstance(cache, SharedCache)):
         found = "without a cache" if cache is None else f"with a {type(cache).__name__} that cannot give back tokens"
         raise UsageError(
             f"modes lossless and gated do not work {found} (a static cache longer than an attention window cannot): "
