@@ -82,8 +82,8 @@ class Adaptive:
         self._tokens = self._seconds = 0.0
 
     def goes_on(self, margins: Sequence[float]) -> bool:
-        if len(margins) >= self.most:
-            return False
+        if not margins or len(margins) >= self.most:
+            return not margins  # one at least, or it would never learn that drafts have become better
         if self.draft_s is None or not self._seconds:
             return len(margins) < FIRST_DRAFTED
         counts = self.agreement.mean

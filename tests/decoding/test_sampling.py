@@ -13,11 +13,14 @@ import torch
 from families import budget_for, tokens
 from transformers import set_seed
 
+from river_offload import QuantConfig
 from river_offload.decoding import loop
 
 SAMPLES = 20_000
 ROWS = 2_000
-SMALL: dict[str, Any] = {"vocab_size": 16, "num_hidden_layers": 3}
+SMALL: dict[str, Any] = {"vocab_size": 16, "num_hidden_layers": 3, "initializer_range": 0.3}
+COARSE = QuantConfig(bits=2, group_size=32)
+"""A river that 20,000 samples can tell from the backbone."""
 PROMPT = torch.tensor([[3, 9, 4, 12]])
 
 
@@ -25,7 +28,14 @@ PROMPT = torch.tensor([[3, 9, 4, 12]])
 def small(checkpoint: Callable[..., Path], open_river: Callable[..., Any]) -> Any:
     """16 tokens, 3 layers of which one is resident, a river that is often wrong."""
     directory = checkpoint("llama", **SMALL)
-    options: dict[str, Any] = {"mode": "lossless", "context": 16, "batch": ROWS, "slots": 1}
+    options: dict[str, Any] = {
+        "mode": "lossless",
+        "context": 16,
+        "batch": ROWS,
+        "slots": 1,
+        "draft": 2,
+        "quant": COARSE,
+    }
     return open_river(directory, budget=budget_for(directory, 1, **options), **options)
 
 
@@ -50,7 +60,10 @@ def nucleus(probabilities: torch.Tensor, top_p: float) -> torch.Tensor:
 
 
 def drawn(model: Any, top_p: float) -> torch.Tensor:
-    """How often each continuation came: float64 [4096]."""
+    """How often each continuation came: float64 [4096].
+
+    In so many rows one is always wrong, so every round keeps one token; the texts of a seed, below, keep more.
+    """
     set_seed(5)
     counts = torch.zeros(4096, dtype=torch.float64)
     for _ in range(SAMPLES // ROWS):
@@ -80,8 +93,7 @@ def test_samples_have_the_distribution_of_the_backbone(top_p: float, small: Any)
     assert probabilities.sum() == pytest.approx(1.0)
     counts = drawn(small, top_p)
     assert p_value(counts, probabilities) > 0.01
-    report = small.river.report()
-    assert 0 < report["accepted"] < report["drafted"]
+    assert small.river.report()["drafted"] > 0
 
 
 def test_a_wrong_rule_is_found(small: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,6 +122,7 @@ def test_a_seed_gives_the_sample_that_transformers_draws(
             found.append([each.generate(tokens(9), max_new_tokens=12, do_sample=True, **options) for _ in range(2)])
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(*found, strict=True))
     assert not torch.equal(*found[0])
+    assert model.river.report()["accepted"] > 0 or "num_return_sequences" in options
 
 
 def test_the_chi_square_of_a_fair_die() -> None:

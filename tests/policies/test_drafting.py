@@ -82,8 +82,10 @@ def test_drafts_grow_while_all_is_right_and_shrink_when_it_is_not() -> None:
     assert next(blocks(policy, 0.99)) == FIRST_DRAFTED
     *_, grown = blocks(policy, 0.99)
     assert grown == MOST_DRAFTED
-    *_, shrunk = blocks(policy, 0.99, right=0, count=100)
-    assert shrunk <= 3
+    *_, shrunk = blocks(policy, 0.99, right=0, count=200)
+    assert 1 <= shrunk <= 2  # not 0, or it would never learn of better days
+    *_, grown = blocks(policy, 0.99, count=300)
+    assert grown == MOST_DRAFTED
 
 
 def test_a_draft_stops_at_the_token_that_is_likely_wrong() -> None:
