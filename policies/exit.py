@@ -80,6 +80,19 @@ class ForcedExit(ExitRule):
 
 
 @dataclass(frozen=True)
+class DraftExit(ExitRule):
+    """The rule of a passage that drafts: it leaves after `depth` backbone layers, and everybody knows."""
+
+    depth: int
+
+    def first_depth_on_river(self) -> int | None:
+        return self.depth if self.depth < self.num_layers else None
+
+    def wants_signal(self, depth_done: int) -> bool:
+        return False
+
+
+@dataclass(frozen=True)
 class ForcedExits(ExitRule):
     """Depths given beforehand, one per passage (see `policies.depths`).
 

@@ -75,12 +75,12 @@ def _candidates(
     # Each mode takes its backbone layers from the shallow end and its river layers from the deep end, so the longest
     # range of each kind holds all the others.
     backbone = max((mode.backbone_layers(sizes.num_layers) for mode in modes), key=len)
-    river = max((mode.river_layers(sizes.num_layers, min_exit) for mode in modes), key=len)
     tiers: list[EmbedTier] = ["device"]
     if sizes.embed_away_tier is not None:
         tiers.append(sizes.embed_away_tier)
-    needed = sorted({*backbone, *river})
     for resident_count in range(len(backbone), -1, -1):
+        river = max((mode.river_layers(sizes.num_layers, min_exit, resident_count) for mode in modes), key=len)
+        needed = sorted({*backbone, *river})
         for embed_tier in tiers:
             streamed = backbone[resident_count:]
             slot_count = min(slots, len(streamed))

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-ModeKind = Literal["exit", "backbone", "quantized", "fixed"]
+ModeKind = Literal["exit", "backbone", "quantized", "fixed", "lossless", "gated"]
 EmbedTier = Literal["device", "host", "disk"]
 
 
@@ -18,7 +18,9 @@ class Mode:
     """How a passage goes through the layers.
 
     `exit` leaves the backbone when the exit signal passes tau, `backbone` never leaves, `quantized` runs the
-    river from layer 0 (the static-quantization baseline), `fixed` leaves after `depth` backbone layers.
+    river from layer 0 (the static-quantization baseline), `fixed` leaves after `depth` backbone layers. In `lossless`
+    and `gated` a generation drafts tokens on the river and checks blocks of them on the backbone (`policies.drafting`);
+    any other passage in these modes never leaves.
     """
 
     kind: ModeKind
@@ -26,16 +28,23 @@ class Mode:
 
     @classmethod
     def parse(cls, text: str) -> Mode:
-        """`exit`, `backbone`, `quantized` or `fixed:D`. Raises ValueError that says what was found and expected."""
+        """A mode from its name, `fixed:D` included. Raises ValueError that says what was found and expected."""
         kind, colon, depth = text.strip().partition(":")
         if kind == "fixed" and depth.isdecimal():
             return cls("fixed", int(depth))
-        if not colon and kind in ("exit", "backbone", "quantized"):
+        if not colon and kind in ("exit", "backbone", "quantized", "lossless", "gated"):
             return cls(kind)  # type: ignore[arg-type]
-        raise ValueError(f"unknown mode {text!r}: expected exit, backbone, quantized or fixed:D (fixed:3, say)")
+        raise ValueError(
+            f"unknown mode {text!r}: expected exit, backbone, quantized, lossless, gated or fixed:D (fixed:3, say)"
+        )
 
     def __str__(self) -> str:
         return f"fixed:{self.depth}" if self.kind == "fixed" else self.kind
+
+    @property
+    def drafts(self) -> bool:
+        """Does a generation draft tokens on the river and check them on the backbone?"""
+        return self.kind in ("lossless", "gated")
 
     def backbone_layers(self, num_layers: int) -> range:
         """Depths at which a passage in this mode may need the backbone layer."""
@@ -45,10 +54,17 @@ class Mode:
             return range(min(self.depth or 0, num_layers))
         return range(num_layers)
 
-    def river_layers(self, num_layers: int, min_exit: int) -> range:
-        """Depths at which a passage in this mode may need the river layer."""
+    def river_layers(self, num_layers: int, min_exit: int, resident: int = 0) -> range:
+        """Depths at which a passage in this mode may need the river layer.
+
+        Args:
+            resident: backbone layers that stay on the device. A draft runs those, whose weights are there anyway, and
+                the river from there on; where all of them stay, it leaves at `min_exit`, or it would be no draft.
+        """
         if self.kind == "backbone":
             return range(num_layers, num_layers)
+        if self.drafts:
+            return range(resident if resident < num_layers else min_exit, num_layers)
         first = {"quantized": 0, "fixed": self.depth or 0, "exit": min_exit}[self.kind]
         return range(min(first, num_layers), num_layers)
 

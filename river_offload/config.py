@@ -15,10 +15,12 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+from policies.drafting import MOST_DRAFTED, parse_draft
 from policies.types import Mode
 from river_offload.errors import UsageError
 
 _MOST_TOKENS = 1 << 24
+DEFAULT_GATE = 0.3
 _MOST_TAU = 1e9  # far outside what a cosine can be; NaN compares as outside, too
 
 _UNIT_BYTES = {
@@ -133,6 +135,10 @@ class RiverConfig:
     prefill: str = "exit"
     """Whether a prompt may leave the backbone in mode exit (`exit`) or runs all of it (`backbone`); `auto` decides by
     its length."""
+    draft: str | int | None = None
+    """Tokens that modes lossless and gated draft before a check, or `adaptive`. None for what suits the mode."""
+    gate: float | None = None
+    """The margin up to which mode gated asks the backbone, 0..1. None for DEFAULT_GATE."""
     also_modes: tuple[str, ...] = ()
     """Further modes whose parts are kept, so that the loaded model can switch to them."""
     trust_remote_code: bool = False
@@ -167,6 +173,7 @@ class RiverConfig:
         _require_one_of("prefill", self.prefill, ("auto", "exit", "backbone"))
         if self.prefill != "exit" and "exit" not in (self.mode, *self.also_modes):
             raise UsageError(f"prefill={self.prefill} has no effect in mode {self.mode}: only mode exit has a choice")
+        self._check_drafting()
         _require_one_of("head_bits", self.head_bits, (16, 8, 4))
         _require_one_of("kv_bits", self.kv_bits, (16, 8, 4))
         _require_one_of("kv_tier", self.kv_tier, ("device", "host"))
@@ -175,6 +182,25 @@ class RiverConfig:
             raise _wrong("cache_dir", self.cache_dir, "a path")
         if not isinstance(self.trust_remote_code, bool):
             raise _wrong("trust_remote_code", self.trust_remote_code, "true or false")
+
+    def _check_drafting(self) -> None:
+        kinds = {Mode.parse(mode).kind for mode in (self.mode, *self.also_modes)}
+        if self.draft is not None:
+            check_option("draft", self.draft)
+            if not kinds & {"lossless", "gated"}:
+                raise UsageError(f"draft has no effect in mode {self.mode}: only modes lossless and gated draft")
+        if self.gate is not None:
+            check_option("gate", self.gate)
+            if "gated" not in kinds:
+                raise UsageError(f"gate has no effect in mode {self.mode}: only mode gated looks at it")
+        if self.prefetch == "predicted" and kinds <= {"lossless", "gated"}:
+            raise UsageError(f"prefetch=predicted has no effect in mode {self.mode}: what comes is known, use next")
+
+    @property
+    def give_back(self) -> int:
+        """The most tokens that a KV cache must be able to give back: a whole draft, where a mode drafts."""
+        drafts = any(Mode.parse(mode).drafts for mode in (self.mode, *self.also_modes))
+        return MOST_DRAFTED if drafts else 0
 
     @classmethod
     def from_options(cls, **options: Any) -> RiverConfig:
@@ -208,16 +234,25 @@ class RiverConfig:
             "link_limit": lambda value: _read_size("link_limit", value),
             "quant": _read_quant,
             "cache_dir": lambda value: _expand_home(value) if isinstance(value, str) and value else value,
+            "draft": lambda value: value if value is None else check_option("draft", value),
             "also_modes": lambda value: tuple(value) if isinstance(value, list) else value,
         }
         return cls(**{name: readers[name](value) if name in readers else value for name, value in options.items()})
 
 
 def check_option(name: str, value: Any) -> Any:
-    """The value of `tau`, `mode` or one of `also_modes`, if it can be one. Raises UsageError."""
+    """The value of `tau`, `gate`, `draft`, `mode` or one of `also_modes`, if it can be one. Raises UsageError."""
     if name == "tau":
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not -_MOST_TAU <= value <= _MOST_TAU:
             raise _wrong("tau", value, "a finite number")
+    elif name == "gate":
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
+            raise _wrong("gate", value, "a probability from 0 to 1")
+    elif name == "draft":
+        try:
+            return parse_draft(value)
+        except ValueError as error:
+            raise UsageError(f"draft: {error}") from error
     else:
         _require_mode(name, value)
     return value

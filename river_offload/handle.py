@@ -8,18 +8,18 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
 from transformers import PreTrainedModel
 
+from policies.drafting import GATED_DRAFT, Drafting, drafting_of
 from policies.exit import ExitRule, ForcedExits
 from policies.types import Mode, Placement
-from river_offload.config import RiverConfig, check_mode, check_option
+from river_offload.config import DEFAULT_GATE, RiverConfig, check_mode, check_option
 from river_offload.errors import ContextError, ModeError, UsageError, not_possible
 from river_offload.kv.cache import SharedCache
 from river_offload.passage import Flow
 from river_offload.progress import Progress
 from river_offload.store.store import Store
-from river_offload.trace import PassageRecord, Trace
+from river_offload.trace import PassageRecord, Trace, checking_figures
 
 
 @dataclass
@@ -73,6 +73,9 @@ class River:
         self.notes = notes
         self.account = Account()
         self.load_s = 0.0
+        self._gate = DEFAULT_GATE if config.gate is None else config.gate
+        self._draft = config.draft
+        self._policies: dict[tuple[str, str | int], Drafting] = {}
         self._model = model
         self._flow = flow
         self._budget_source = budget_source
@@ -82,6 +85,16 @@ class River:
         self._host_bytes = host_bytes
         self._make_cache = make_cache
         self._on_close = on_close
+
+    @property
+    def flow(self) -> Flow:
+        """What the passages of this model go through: for the loops that are built on it."""
+        return self._flow
+
+    @property
+    def drafts(self) -> bool:
+        """Does a generation in this mode draft and check?"""
+        return self._flow.rule.mode.drafts
 
     @property
     def trace(self) -> Trace:
@@ -107,7 +120,7 @@ class River:
 
     @property
     def mode(self) -> str:
-        """`exit`, `backbone`, `quantized` or `fixed:D`. Setting it raises ModeError when its parts were not built."""
+        """As in `load`. Setting it raises ModeError when its parts were not built."""
         return str(self._flow.rule.mode)
 
     @mode.setter
@@ -128,9 +141,49 @@ class River:
         """The fewest backbone layers of a passage in mode `exit`."""
         return self._flow.rule.min_exit
 
+    @property
+    def gate(self) -> float:
+        """The margin up to which mode `gated` asks the backbone."""
+        return self._gate
+
+    @gate.setter
+    def gate(self, gate: float) -> None:
+        self._gate = float(check_option("gate", gate))
+
+    @property
+    def draft(self) -> str | int:
+        """What modes `lossless` and `gated` draft before a check: `adaptive` or a number of tokens."""
+        if self._draft is not None:
+            return self._draft
+        return GATED_DRAFT if self._flow.rule.mode.kind == "gated" else "adaptive"
+
+    @draft.setter
+    def draft(self, draft: str | int) -> None:
+        self._draft = check_option("draft", draft)
+
+    @property
+    def drafting(self) -> Drafting:
+        """The policy in force. It is kept for later generations, so that what it learns is."""
+        key = self.mode, self.draft
+        if key not in self._policies:
+            self._policies[key] = drafting_of(self.draft)
+        return self._policies[key]
+
+    @property
+    def draft_depth(self) -> int:
+        """Backbone layers of a drafted token: those on the device; if all are, those below the first river layer."""
+        resident, river = len(self.placement.resident_layers), self.placement.river_layers
+        return resident if resident < self.num_layers else min(river, default=self.num_layers)
+
     @contextlib.contextmanager
     def using(
-        self, *, mode: str | None = None, tau: float | None = None, depths: Sequence[int] | None = None
+        self,
+        *,
+        mode: str | None = None,
+        tau: float | None = None,
+        depths: Sequence[int] | None = None,
+        gate: float | None = None,
+        draft: str | int | None = None,
     ) -> Iterator[River]:
         """Other settings until the block ends, the old ones after it. Raises ModeError, UsageError.
 
@@ -138,7 +191,19 @@ class River:
             depths: force the exits: backbone layers to run in each coming passage, the first being the prompt's. A
                 passage beyond the last depth raises UsageError. Excludes mode and tau, which decide the same.
         """
-        before = self._flow.rule
+        before = self._flow.rule, self._gate, self._draft
+        try:
+            self._use(mode, tau, depths)
+            if gate is not None:
+                self.gate = gate
+            if draft is not None:
+                self.draft = draft
+            yield self
+        finally:
+            self._flow.rule, self._gate, self._draft = before
+            self._flow.store.foretell(None)
+
+    def _use(self, mode: str | None, tau: float | None, depths: Sequence[int] | None) -> None:
         if depths is None:
             given = {"mode": mode, "tau": tau}
             self._set(**{name: check_option(name, value) for name, value in given.items() if value is not None})
@@ -146,11 +211,6 @@ class River:
             self._force(tuple(depths))
         else:
             raise UsageError("depths force every exit, mode and tau decide it otherwise: give one or the other")
-        try:
-            yield self
-        finally:
-            self._flow.rule = before
-            self._flow.store.foretell(None)
 
     def new_cache(self, max_tokens: int | None = None) -> SharedCache:
         """An empty KV cache to keep over several calls, as `past_key_values` of `generate`. The plan holds one.
@@ -218,26 +278,28 @@ class River:
     def report(self) -> dict[str, Any]:
         """The account of the last generate. Byte counts are bytes, times are seconds.
 
-        `depths` has the depth of the passage that made each new token, the first being the prefill's; `mean_depth` is
-        their mean without the prefill's (with it when there is no other). `peak_device_bytes` is what the weights hold
-        plus the highest that caches and working memory rose to. `prefill` has the policy, the prompt length from which
-        `auto` chooses the backbone, and the mode that the prompt ran in.
-
-        `host` tells how much of the host memory of a GPU's
-        layers is pinned; `misses` counts layers that were needed and not there, `wait_s` the time that cost.
+        `depths` has the depth of each passage, the first being the prefill's: one passage a new token, or, in modes
+        `lossless` and `gated`, one a drafted token and one a check. `mean_depth` is their sum without the prefill's by
+        the new tokens but the first (the prefill's when there is no other). See `checking_figures` for those of drafts.
+        `peak_device_bytes` is what the weights hold plus the highest that caches and working memory rose to. `host`
+        tells how much of the host memory of a GPU's layers is pinned; `misses` counts layers that were needed and not
+        there, `wait_s` the time that cost.
         """
         account, records = self.account, self.account.records
         depths = [record.depth for record in records]
-        decode = [record for record in records if record.path == "decode"]
+        later = [record.depth for record in records if record.path != "prefill"]
         prefill_s = sum(record.seconds for record in records if record.path == "prefill")
-        generated = [record.depth for record in decode] or depths
+        new_tokens = account.new_tokens or len(records)
+        drafted = any(record.path in ("draft", "check") for record in records)
+        later_tokens = max(new_tokens - 1, 1) if drafted else len(later)
         return {
             "prompt_tokens": account.prompt_tokens,
-            "new_tokens": account.new_tokens or len(records),
+            "new_tokens": new_tokens,
             "mode": account.mode or self.mode,
             "tau": account.tau if account.mode else self.tau,
             "num_layers": self.num_layers,
-            "mean_depth": sum(generated) / len(generated) if generated else None,
+            "mean_depth": sum(later) / later_tokens if later else _first(records, "prefill"),
+            **checking_figures(records, self.num_layers, new_tokens),
             "depths": depths,
             "prefill_depth": _first(records, "prefill"),
             "prefill": self._prefill(records),
@@ -323,7 +385,8 @@ class River:
     def _built(self, text: str) -> Mode:
         """The mode, if every layer that it may reach is there."""
         mode = check_mode(text, self.num_layers)
-        river = mode.river_layers(self.num_layers, self.min_exit)
+        resident = len(self.placement.resident_layers)
+        river = mode.river_layers(self.num_layers, self.min_exit, resident)
         self._require_parts(f"mode {mode}", mode.backbone_layers(self.num_layers), river, text)
         return mode
 
@@ -344,9 +407,3 @@ class River:
 
 def _first(records: list[PassageRecord], path: str) -> int | None:
     return next((record.depth for record in records if record.path == path), None)
-
-
-def device_tensors(model: torch.nn.Module) -> Iterator[torch.Tensor]:
-    """Every parameter and buffer that a model holds."""
-    yield from model.parameters()
-    yield from model.buffers()

@@ -16,7 +16,7 @@ from policies.prefill import POLICIES, PrefillRule, backbone_from_tokens, typica
 from policies.profiles import load_profile
 from river_offload.assemble import assemble
 from river_offload.config import QuantConfig, RiverConfig
-from river_offload.handle import River, device_tensors
+from river_offload.handle import River
 from river_offload.kv.cache import SharedCache
 from river_offload.kv.kind import KvKind
 from river_offload.kv.memory import host_memory, kv_folder
@@ -59,6 +59,8 @@ def load(
     link_limit: str | int | None = None,
     on_miss: str = "wait",
     prefill: str = "exit",
+    draft: str | int | None = None,
+    gate: float | None = None,
     also_modes: tuple[str, ...] = (),
     trust_remote_code: bool = False,
     progress: Progress | None = None,
@@ -77,7 +79,7 @@ def load(
         kv_bits: 16 keeps keys and values as they are; 8 or 4 quantizes those of all but the recent tokens.
         kv_tier: where they rest between passes: "device", or "host": pinned memory of a GPU, for a CPU an unnamed file
             in cache_dir that is mapped into memory. Each layer's are brought in when it runs.
-        mode: "exit", "backbone", "quantized" or "fixed:D".
+        mode: "exit", "backbone", "quantized", "lossless", "gated" or "fixed:D".
         tau: exit threshold of mode exit (River-LLM: 0.5 for Llama, 0.7 near-lossless).
         min_exit: the fewest backbone layers a passage runs in mode exit.
         quant: bits and group size of the river.
@@ -91,6 +93,10 @@ def load(
         link_limit: bytes a second that streamed layers come at most ("500MB"): what a slower disk would do. CPU only.
         on_miss: "wait" for a layer that is not there, or "exit" to the river at once (in mode exit).
         prefill: in mode exit a prompt may "exit", or runs the whole "backbone"; "auto" goes by its length.
+        draft: tokens that modes lossless and gated draft on the river before the backbone checks them: "adaptive" or a
+            number. By default lossless adapts and gated, whose text depends on it, takes 16.
+        gate: mode gated asks the backbone about drafted tokens whose margin (top-1 minus top-2 probability) is at most
+            this: 0 asks about none, 1 about all.
         also_modes: modes whose parts are built too, so that the loaded model can switch to them.
         trust_remote_code: run model code that comes with the checkpoint.
         progress: told about long work.
@@ -126,6 +132,8 @@ def load(
         link_limit=link_limit,
         on_miss=on_miss,
         prefill=prefill,
+        draft=draft,
+        gate=gate,
         also_modes=also_modes,
         trust_remote_code=trust_remote_code,
     )
@@ -217,7 +225,7 @@ def _handled(plan: Plan, flow: Flow, streaming: Streaming, kernels: dict[str, An
         model.generation_config = plan.generation_config
 
     def device_bytes() -> int:
-        tensors = (*device_tensors(model), *streaming.slots.buffers)
+        tensors = (*model.parameters(), *model.buffers(), *streaming.slots.buffers)
         return storage_bytes(tensors, plan.device) + streaming.held_bytes()
 
     def held() -> dict[str, int]:
@@ -246,6 +254,7 @@ def _handled(plan: Plan, flow: Flow, streaming: Streaming, kernels: dict[str, An
             SharedCache,
             model.config.get_text_config(decoder=True),
             kind=KvKind.of(plan.config),
+            give_back=plan.config.give_back,
             host=host_memory(plan.device, kv_folder(plan.cache_dir)),
         ),
         on_close=plan.checkpoint.close,

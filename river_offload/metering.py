@@ -10,6 +10,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
+from policies.drafting import MOST_DRAFTED
 from river_offload.call import Call
 from river_offload.handle import River
 from river_offload.kv.cache import SharedCache, cache_tensors
@@ -21,22 +22,24 @@ def meter_forward(model: PreTrainedModel, river: River) -> None:
     """Count the allocations of the model's passages into `river.account`: their peak, what it consisted of, and what is
     held in the passage under way.
 
-    Counting costs microseconds for every operator. Passages of several tokens are rare and rise high: each is counted.
-    Single tokens are counted once for each mode, number of rows and doubling of the cache; in between they rise alike.
+    Counting costs microseconds for every operator. Prompts are rare and rise high: each is counted. Short passages
+    after one (a token, a block of drafted ones) are counted once for each mode, size and doubling of the cache; in
+    between they rise alike.
     """
     plain = model.forward
     weights_bytes, weights = river.device_bytes(), river.held_by_category()
-    single_token: dict[tuple[str, int, int], dict[str, int]] = {}
+    short_passages: dict[tuple[str, int, int, int], dict[str, int]] = {}
 
     @functools.wraps(plain)
     def forward(*args: Any, **kwargs: Any) -> Any:
         call = Call.of(args, kwargs)
-        key = (river.mode, call.rows, call.cached_tokens.bit_length())
+        cached_tokens = call.cached_tokens
+        key = (river.mode, call.rows, call.new_tokens, cached_tokens.bit_length())
         before = list(cache_tensors(call.cache)) if isinstance(call.cache, SharedCache) else []
         kv_bytes = _held_by(call.cache)
         river.account.held = weights | {"kv": kv_bytes}
-        if call.new_tokens == 1 and key in single_token:
-            rise = single_token[key]
+        if key in short_passages:
+            rise = short_passages[key]
             output = plain(*args, **kwargs)
         else:
             with metered(model, call.cache, outside="logits") as meter:
@@ -44,8 +47,8 @@ def meter_forward(model: PreTrainedModel, river: River) -> None:
             rise = meter.peak_by_tag()
             rise.pop("kv", None)  # a cache that grew, or windows that replaced others: counted as held
             kv_bytes = max(kv_bytes, _held_by(call.cache, before))
-            if call.new_tokens == 1 and call.cached_tokens:
-                single_token[key] = rise
+            if call.new_tokens <= MOST_DRAFTED + 1 and cached_tokens:  # an empty cache is allocated on the way
+                short_passages[key] = rise
         river.account.held = weights | {"kv": kv_bytes} | rise
         peak_bytes = weights_bytes + kv_bytes + sum(rise.values())
         if peak_bytes > river.account.peak_device_bytes:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -24,6 +25,8 @@ from river_offload.trace import PassageRecord, Trace
 SIGNAL_CHUNK_TOKENS = 256
 """Tokens compared at once: bounds the float32 copies of a long prompt's states."""
 
+Path = Literal["prefill", "decode", "draft", "check"]
+"""What a passage is for: a prompt, one token after it, one drafted token, or the check of a block of drafted ones."""
 OnMiss = Literal["wait", "exit"]
 """What a passage does that needs a layer which is not there: wait for it, or leave for the river where it may."""
 
@@ -58,19 +61,19 @@ def _read(signals: Iterable[torch.Tensor]) -> float:
     return math.nan if any(map(math.isnan, values)) else min(values)
 
 
-def least_margin(logits: torch.Tensor) -> torch.Tensor | None:
-    """How sure the model is of its next token: the smallest, over the rows, of top-1 minus top-2 probability.
+def margins(logits: torch.Tensor) -> torch.Tensor | None:
+    """How sure the model is of its next token, row by row: top-1 minus top-2 probability.
 
     Args:
         logits: [batch, tokens, vocabulary]; the last token counts.
 
     Returns:
-        A float32 scalar on the device, so that nothing waits for it yet. Fake tensors have none.
+        float32 [batch] on the device, so that nothing waits for it yet. Fake tensors have none.
     """
     last = logits[:, -1].float()
     likely = (last.topk(2).values - last.logsumexp(-1, keepdim=True)).exp()
-    margin = (likely[:, 0] - likely[:, 1]).min()
-    return None if isinstance(margin, FakeTensor) else margin
+    found = likely[:, 0] - likely[:, 1]
+    return None if isinstance(found, FakeTensor) else found
 
 
 @dataclass
@@ -87,8 +90,7 @@ class Passage:
     """Top-1 minus top-2 probability of the token that it continues from, where known."""
     exit_depth: int | None = None
     """Backbone layers run before the exit; None while on the backbone."""
-    path: str = "prefill"
-    """"prefill" or "decode"."""
+    path: Path = "prefill"
     signals: list[float] = field(default_factory=list)
     in_chunks: bool = False
     """Whether each layer reads the new tokens chunk by chunk."""
@@ -170,8 +172,10 @@ class Flow:
         """End-of-sequence and padding ids of the generation under way: a row fed with one of them is finished."""
         self.generation: list[PassageRecord] | None = None
         """Records of the generation under way, for its account; None outside of one."""
+        self.margins: torch.Tensor | None = None
+        """How sure the last passage was of the token to come: [rows], on the device; None before the first."""
         self._passage: Passage | None = None
-        self._margin: torch.Tensor | None = None
+        self._part: tuple[Path, ExitRule] | None = None
         self._opened_s = 0.0
         self._before = _Counters.of(store)
 
@@ -194,10 +198,10 @@ class Flow:
         if self._passage is not None or self.store.lends:
             self.store.broken_off()  # an interrupt came between the end of the last pass and its close
         try:
-            rule = self.rule.of_passage(len(self.trace.records))
+            rule = self._part[1] if self._part else self.rule.of_passage(len(self.trace.records))
         except IndexError as error:
             raise UsageError(f"{error}: force one depth for each, that of the prompt included") from error
-        cached_tokens, path = call.cached_tokens, self._path(call)
+        cached_tokens, path = call.cached_tokens, self._part[0] if self._part else self._path(call)
         if path == "prefill" and self.prefill.on_backbone(call.rows * call.new_tokens):
             rule = rule.on_backbone()
         self._passage = Passage(
@@ -206,7 +210,7 @@ class Flow:
             call.new_tokens,
             cached_tokens,
             call.real_tokens(self.closing_tokens),
-            margin=None if self._margin is None or not cached_tokens else self._margin.item(),
+            margin=None if self.margins is None or not cached_tokens else self.margins.min().item(),
             exit_depth=rule.first_depth_on_river(),
             path=path,
             in_chunks=self._in_chunks(call.new_tokens, cached_tokens),
@@ -214,7 +218,9 @@ class Flow:
         )
         self._opened_s = time.perf_counter()
         known_depth = None if rule.mode.kind == "exit" else _depth(self._passage)
-        self.store.opened(call.new_tokens, self._passage.margin, known_depth, rule.tau)
+        # Drafts and checks take turns: what comes is known, so nothing is guessed and nothing learned from them.
+        tau = None if rule.mode.drafts else rule.tau
+        self.store.opened(call.new_tokens, self._passage.margin, known_depth, tau)
         if self._passage.exit_depth == 0:
             self.store.left(0)
         if self.prefill_chunk is not None and call.new_tokens > self.prefill_chunk:
@@ -228,7 +234,16 @@ class Flow:
             return False
         return new_tokens > self.prefill_chunk or (new_tokens > 1 and cached_tokens > 0)
 
-    def _path(self, call: Call) -> str:
+    @contextlib.contextmanager
+    def part(self, path: Path, rule: ExitRule) -> Iterator[None]:
+        """The passages inside are `path`, under a rule of their own: how a generation drafts and checks."""
+        outer, self._part = self._part, (path, rule)
+        try:
+            yield
+        finally:
+            self._part = outer
+
+    def _path(self, call: Call) -> Path:
         """A generation begins with its prompt, which may come in pieces; a call outside one is judged by its size."""
         if self.generation is None:
             return "prefill" if call.new_tokens > 1 or not call.cached_tokens else "decode"
@@ -258,7 +273,7 @@ class Flow:
 
     def spoke(self, logits: torch.Tensor) -> None:
         """The head's output for the passage that just ran: [batch, tokens, vocabulary]."""
-        self._margin = least_margin(logits)
+        self.margins = margins(logits)
 
     def close(self, *, completed: bool) -> None:
         """End the forward pass; one that failed or was interrupted leaves no record."""

@@ -13,6 +13,7 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.cache_utils import Cache, StaticCache
 
+from river_offload.decoding.handover import take_over
 from river_offload.errors import ContextError, UsageError, not_possible
 from river_offload.handle import River
 from river_offload.kv.cache import SharedCache, cache_argument
@@ -60,6 +61,8 @@ def _accounted_generate(model: PreTrainedModel, river: River) -> Any:
             generation_config.disable_compile = True
         if inputs is None:
             inputs = kwargs.pop("input_ids", None)
+        if river.drafts:
+            generation_config = take_over(river, config, generation_config, kwargs, cache_argument(model))
         prompt = inputs if inputs is not None else kwargs.get("inputs_embeds")
         if not isinstance(prompt, torch.Tensor) or prompt.ndim < 2:
             raise UsageError(f"the prompt is a {type(prompt).__name__}: expected a tensor of ids [rows, tokens]")

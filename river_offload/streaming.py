@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from policies.forecast import Forecast, Known
 from policies.prefetch import KINDS, forecast_of
 from river_offload.config import RiverConfig
 from river_offload.memory.probes import free_device_bytes
@@ -97,6 +98,10 @@ def make_prefetcher(config: RiverConfig, num_layers: int) -> Prefetcher:
     """What decides for the link, of the kind that `config` asks for; it has learned nothing yet."""
     kind = next(kind for kind in KINDS if kind == config.prefetch)
     learner = "next" if kind == "oracle" else kind  # an oracle is told, with each forced run
-    return Prefetcher(
-        kind, lambda tau: forecast_of(learner, num_layers, tau=tau, min_exit=config.min_exit), tau=config.tau
-    )
+
+    def forecast_for(tau: float | None) -> Forecast:
+        if tau is None:
+            return Known(num_layers, num_layers)
+        return forecast_of(learner, num_layers, tau=tau, min_exit=config.min_exit)
+
+    return Prefetcher(kind, forecast_for, tau=config.tau)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from typing import Any
 from river_offload.errors import UsageError
 
 VERSION = 1
+PATHS = ("prefill", "decode", "draft", "check")
 
 
 @dataclass(slots=True)
@@ -30,7 +31,7 @@ class PassageRecord:
     cached_tokens: int
     """Tokens a row in the KV cache before this passage."""
     path: str
-    """`prefill` or `decode`."""
+    """`prefill`, `decode`, `draft` (one token on the river, to be checked) or `check` (a block of them)."""
     mode: str
     depth: int
     """Backbone layers that ran before the exit; the number of layers when it never left."""
@@ -49,6 +50,10 @@ class PassageRecord:
     """Bytes known by now to have come in vain: overwritten unused, or called off half-way."""
     copy_s: float | None = None
     """Seconds in which the link was copying since the passage before; None in traces that do not know."""
+    accepted: int = 0
+    """Drafted tokens a row that this check kept; it looked at new_tokens - 1 of them."""
+    decided: int = 0
+    """New tokens a row that this check decided or confirmed, the one after the last accepted included."""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values; a signal that is not finite becomes null, since JSON knows no NaN."""
@@ -135,6 +140,27 @@ class Trace:
         return cls(header["num_layers"], about)
 
 
+def checking_figures(records: Sequence[PassageRecord], num_layers: int, new_tokens: int) -> dict[str, Any]:
+    """What one generation asked of the backbone after its prompt; shares and means are None where there is nothing.
+
+    `backbone_passes` ran every backbone layer; `tokens_per_backbone_pass` counts the tokens after the first, which is
+    the prompt's; `checked_share` is the share of those that the backbone decided or confirmed: 1 in mode lossless.
+    """
+    after_prompt = [record for record in records if record.path != "prefill"]
+    passes = sum(record.depth == num_layers for record in after_prompt if record.path != "draft")
+    drafted = sum(record.path == "draft" for record in after_prompt)
+    later_tokens = max(new_tokens - 1, 0)
+    checked = sum(record.decided for record in after_prompt)
+    return {
+        "backbone_passes": passes,
+        "drafted": drafted,
+        "accepted": sum(record.accepted for record in after_prompt),
+        "tokens_per_backbone_pass": later_tokens / passes if passes else None,
+        "bytes_per_token": sum(record.bytes_streamed for record in records) / new_tokens if new_tokens else None,
+        "checked_share": checked / later_tokens if later_tokens and drafted else None,
+    }
+
+
 def _parse_object(line: bytes) -> dict[str, Any]:
     try:
         values = json.loads(line)
@@ -164,7 +190,7 @@ def _require(name: str, value: object) -> None:
 
 
 _EXPECTED: dict[str, tuple[str, Callable[[object], bool]]] = {
-    "path": ("prefill or decode", lambda value: value in ("prefill", "decode")),
+    "path": (f"one of {', '.join(PATHS)}", lambda value: value in PATHS),
     "margin": ("a number or nothing", lambda value: value is None or _is_number(value)),
     "mode": ("the name of a mode", lambda value: isinstance(value, str)),
     "signals": ("a list of numbers", _is_signals),

@@ -25,11 +25,11 @@ LEVELS = [
     ["assemble", "ledger"],
     ["planning"],
     ["handle", "streaming"],
-    ["metering"],
+    ["metering", "decoding"],
     ["seams"],
     ["loading"],
     ["(package)"],
-    ["decoding", "eval"],
+    ["eval"],
     ["cli"],
 ]
 LEVEL = {part: number for number, level in enumerate(LEVELS) for part in level}

@@ -23,7 +23,7 @@ import typer
 from policies.types import Mode
 from river_offload.cli.help import NOTHING
 from river_offload.cli.streams import reason
-from river_offload.config import QuantConfig, RiverConfig
+from river_offload.config import DEFAULT_GATE, QuantConfig, RiverConfig
 from river_offload.errors import UsageError
 
 GENERATE_NEW_TOKENS = 256
@@ -99,11 +99,19 @@ class ModelOptions:
 
     mode: Annotated[
         str | None,
-        _option("--mode", "MODE", "River", "exit, backbone, quantized or fixed:D.", RiverConfig.mode),
+        _option("--mode", "MODE", "River", "exit, backbone, lossless, gated, quantized or fixed:D.", RiverConfig.mode),
     ] = None
     tau: Annotated[
         float | None,
         _option("--tau", "T", "River", "Leave the backbone when the exit signal passes this.", RiverConfig.tau),
+    ] = None
+    draft: Annotated[
+        str | None,
+        _option("--draft", "N", "River", "Tokens drafted before a check: a number or adaptive.", "by the mode"),
+    ] = None
+    gate: Annotated[
+        float | None,
+        _option("--gate", "G", "River", "Mode gated asks the backbone up to this margin, 0 to 1.", DEFAULT_GATE),
     ] = None
     min_exit: Annotated[
         int | None,

@@ -9,6 +9,16 @@ from typing import Any
 
 from river_offload.config import format_size
 
+CHECKING = (
+    "backbone_passes",
+    "drafted",
+    "accepted",
+    "tokens_per_backbone_pass",
+    "bytes_per_token",
+    "checked_share",
+)
+"""Figures of the report that tell how the backbone was asked."""
+
 
 def closing_line(report: Mapping[str, Any], num_layers: int) -> str:
     """`64 tokens · 23.1 tok/s · mean depth 4.2 of 30 · 1.20 GiB streamed · peak 198.3 MiB of 200.0 MiB`."""
@@ -17,6 +27,8 @@ def closing_line(report: Mapping[str, Any], num_layers: int) -> str:
         parts.append(f"{report['tokens_per_s']:.1f} tok/s")
     if _known(report["mean_depth"]):
         parts.append(f"mean depth {report['mean_depth']:.1f} of {num_layers}")
+    if report.get("drafted") and _known(report["tokens_per_backbone_pass"]):
+        parts.append(f"{report['tokens_per_backbone_pass']:.1f} tokens a backbone pass")
     parts.append(f"{format_size(report['bytes_streamed'])} streamed")
     parts.append(f"peak {format_size(report['peak_device_bytes'])} of {format_size(report['budget_bytes'])}")
     return " · ".join(parts)
@@ -39,6 +51,7 @@ def json_object(text: str, report: Mapping[str, Any], *, mode: str, tau: float, 
         "seconds": {name: _number(seconds[name]) for name in ("load", "prefill", "decode")},
         "tokens_per_s": _number(report["tokens_per_s"]),
         "bytes_streamed": report["bytes_streamed"],
+        **{name: report.get(name) for name in CHECKING},
         "peak_device_bytes": report["peak_device_bytes"],
         "budget_bytes": report["budget_bytes"],
         "placement": {

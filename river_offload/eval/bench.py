@@ -32,6 +32,8 @@ TOKENS = 64
 PROMPT_TOKENS = 32
 WARMUP_TOKENS = 1
 """Tokens after the prompt's own that are not counted: the first one runs every kernel for the first time."""
+CHECKING = ("backbone_passes", "drafted", "accepted", "tokens_per_backbone_pass", "checked_share")
+"""What of the report tells how the backbone was asked."""
 LINK_LIMIT_S = 8.0
 """As long may measuring the raw link rate take: a few passages' worth of bytes from a slow disk."""
 
@@ -221,10 +223,14 @@ def measure(
     finally:
         model.generation_config = own
         clock.end()
-    counted = request.counted()
     stamps = clock.stamps_s
     token_s = [later - earlier for earlier, later in pairwise(stamps)]
-    return Run(river.trace.records[-counted:], token_s[-counted:], token_s[0], river.report())
+    if river.drafts:  # tokens come by the block: none of them can be told from a warm-up
+        counted, records = len(token_s) - 1, [r for r in river.account.records if r.path != "prefill"]
+    else:
+        counted = request.counted()
+        records = river.trace.records[-counted:]
+    return Run(records, token_s[-counted:], token_s[0], river.report())
 
 
 def result(ceilings: Ceilings, run: Run, config: dict[str, Any]) -> dict[str, Any]:
@@ -234,7 +240,7 @@ def result(ceilings: Ceilings, run: Run, config: dict[str, Any]) -> dict[str, An
     stood still for, `link_over_ceiling` the link's mean rate over the whole run beside its raw rate: a run that streams
     all layers of every token comes near 1, one that leaves early should not.
     """
-    records, tokens, seconds = run.records, len(run.records), run.seconds
+    records, tokens, seconds = run.records, len(run.token_s), run.seconds
     nbytes = sum(record.bytes_streamed for record in records)
     stall_s = sum(record.wait_s for record in records)
     link = ceilings.link_bytes_per_s
@@ -252,6 +258,7 @@ def result(ceilings: Ceilings, run: Run, config: dict[str, Any]) -> dict[str, An
         "depths": summary([record.depth for record in records], run.report["num_layers"]),
         "misses": _sum_of("misses", records),
         "tokens": tokens,
+        **{name: run.report.get(name) for name in CHECKING},
         "token_s": {"median": median(ordered), "p95": ordered[int(0.95 * (tokens - 1))], "max": ordered[-1]},
         "seconds": {"load": run.report["seconds"]["load"], "prefill": run.prefill_s, "run": seconds},
         "peak_device_bytes": run.report["peak_device_bytes"],

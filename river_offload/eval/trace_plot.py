@@ -27,8 +27,8 @@ _BACKBONE, _STALL, _BYTES, _WASTED = "#1f6fb2", "#c0392b", "#2a9d6f", "#e0a030"
 
 
 def trace_summary(trace: Trace) -> dict[str, Any]:
-    """The trace in figures: bytes, seconds, counts. Decode passages and prompts are counted apart."""
-    decode = [record for record in trace.records if record.path == "decode"]
+    """The trace in figures: bytes, seconds, counts. Passages after a prompt and prompts are counted apart."""
+    decode = [record for record in trace.records if record.path != "prefill"]
     prefill = [record for record in trace.records if record.path == "prefill"]
     seconds = sum(record.seconds for record in decode)
     return {
@@ -36,7 +36,7 @@ def trace_summary(trace: Trace) -> dict[str, Any]:
         "about": trace.about,
         "passages": len(trace.records),
         "decode": {
-            "tokens": sum(record.batch for record in decode),
+            "tokens": sum(record.batch * _tokens(record) for record in decode),
             "seconds": seconds,
             "stall_s": sum(record.wait_s for record in decode),
             "bytes_streamed": sum(record.bytes_streamed for record in decode),
@@ -52,6 +52,11 @@ def trace_summary(trace: Trace) -> dict[str, Any]:
             "bytes_streamed": sum(record.bytes_streamed for record in prefill),
         },
     }
+
+
+def _tokens(record: PassageRecord) -> int:
+    """Tokens a row that came of a passage after a prompt: a draft's are those that a check keeps."""
+    return {"draft": 0, "check": record.accepted + 1}.get(record.path, 1)
 
 
 def plot_trace(trace: Trace, path: Path, *, title: str = "") -> None:
@@ -125,7 +130,7 @@ def _depths(axes: Axes, positions: list[int], records: Sequence[PassageRecord], 
     colors = [_PREFILL if record.path == "prefill" else _BACKBONE for record in records]
     axes.bar(positions, depths, width=1.0 if len(records) > _FEW else 0.8, color=colors)
     axes.axhline(num_layers, color=_INK, linewidth=0.8, linestyle=":")
-    decode = [record.depth for record in records if record.path == "decode"]
+    decode = [record.depth for record in records if record.path != "prefill"]
     if decode:
         mean = sum(decode) / len(decode)
         axes.axhline(mean, color=_INK, linewidth=0.9)
@@ -159,7 +164,7 @@ def _stalls(axes: Axes, positions: list[int], records: Sequence[PassageRecord]) 
     axes.bar(positions, rest, width=width, color=_GRID, label="computing")
     axes.bar(positions, waits, width=width, bottom=rest, color=_STALL, label="stalled")
     # A prompt takes as long as many tokens: the scale is that of the tokens.
-    limit = max((scale * record.seconds for record in records if record.path == "decode"), default=0.0)
+    limit = max((scale * record.seconds for record in records if record.path != "prefill"), default=0.0)
     if limit:
         axes.set_ylim(0, limit * 1.08)
     _heading(axes, f"time of each passage, {unit}")

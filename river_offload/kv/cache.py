@@ -6,6 +6,7 @@ entry is ever missing, whatever the depths of the passages were.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Iterator
 from typing import Any
@@ -118,26 +119,64 @@ class SharedLayer(DynamicLayer):
 
 
 class WindowLayer(DynamicSlidingWindowLayer):
-    """Keys and values of the last `sliding_window - 1` tokens of one depth.
+    """Keys and values of the last `sliding_window - 1` tokens of one depth, and of `give_back` older ones.
 
     Transformers' own layer keeps them as a view of all states of a prompt, and with that all their memory.
+
+    Args:
+        give_back: how many of its last tokens the layer can give back: so many older ones come into the window again.
     """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    cumulative_length: int
+
+    def __init__(self, sliding_window: int, give_back: int = 0) -> None:
+        super().__init__(sliding_window)
+        self.give_back = give_back
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Append the states of new tokens; returns those of every token that one of them may see."""
-        seen = super().update(key_states, value_states, *args, **kwargs)
-        if key_states.shape[-2] > 1:
-            self.keys: torch.Tensor = self.keys.clone()
-            self.values: torch.Tensor = self.values.clone()
-        return seen
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        new_tokens = key_states.shape[-2]
+        seen = min(self.cumulative_length, self.sliding_window - 1) + new_tokens
+        self.cumulative_length += new_tokens
+        keys = torch.cat([self.keys, key_states], dim=-2)
+        values = torch.cat([self.values, value_states], dim=-2)
+        kept = max(self.sliding_window - 1, 1) + self.give_back
+        self.keys, self.values = keys[:, :, -kept:], values[:, :, -kept:]
+        if new_tokens > 1:
+            self.keys, self.values = self.keys.clone(), self.values.clone()
+        return keys[:, :, -seen:], values[:, :, -seen:]
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Give back the last tokens: a negative count, as transformers passes it.
+
+        Raises ValueError for a positive one, and for more tokens than older ones are kept for.
+        """
+        if tokens_to_remove > 0:
+            raise ValueError(f"crop takes a negative count of tokens to remove, not {tokens_to_remove}")
+        if not self.is_initialized or not tokens_to_remove:
+            return
+        length = max(self.cumulative_length + tokens_to_remove, 0)
+        left = max(self.keys.shape[-2] + tokens_to_remove, 0)
+        if left < min(length, self.sliding_window - 1):
+            raise ValueError(
+                f"a window of {self.sliding_window} tokens cannot give back {-tokens_to_remove}: it was made to give "
+                f"back {self.give_back}"
+            )
+        self.keys, self.values = self.keys[:, :, :left], self.values[:, :, :left]
+        self.cumulative_length = length
 
     def skip(self, tokens: int) -> None:
         """As if `tokens` more had been appended: their states are whatever is there."""
         self.cumulative_length += tokens
         batch, heads, held, head_dim = self.keys.shape
-        if (kept := min(self.cumulative_length, self.sliding_window - 1)) > held:
+        most = max(self.sliding_window - 1, 1) + self.give_back
+        if (kept := min(self.cumulative_length, most)) > held:
             self.keys = self.keys.new_empty((batch, heads, kept, head_dim))
             self.values = self.values.new_empty((batch, heads, kept, self.values.shape[-1]))
 
@@ -151,13 +190,20 @@ class SharedCache(Cache):
         capacity: tokens per row.
         kind: bits and tier of the layers without a window.
         host: gives the memory of tier "host".
+        give_back: the most of its last tokens that a `crop` takes off without a trace. Windows refuse more.
 
     Raises:
         UnsupportedError: the model keeps another kind of state than keys and values (linear attention, say).
     """
 
     def __init__(
-        self, config: PretrainedConfig, capacity: int, kind: KvKind = PLAIN, host: Allocate = plain_memory
+        self,
+        config: PretrainedConfig,
+        capacity: int,
+        kind: KvKind = PLAIN,
+        host: Allocate = plain_memory,
+        *,
+        give_back: int = 0,
     ) -> None:
         self.capacity = capacity
         self.kind = kind
@@ -166,9 +212,10 @@ class SharedCache(Cache):
         for index, layer in enumerate(DynamicCache(config=config).layers):
             if type(layer) is DynamicLayer:
                 plain = kind.is_plain
-                layers.append(SharedLayer(capacity) if plain else RestingLayer(capacity, kind, self.workspace, host))
+                resting = functools.partial(RestingLayer, kind=kind, workspace=self.workspace, host=host)
+                layers.append(SharedLayer(capacity) if plain else resting(capacity, give_back=give_back))
             elif type(layer) is DynamicSlidingWindowLayer:
-                layers.append(WindowLayer(layer.sliding_window))
+                layers.append(WindowLayer(layer.sliding_window, give_back))
             else:
                 raise UnsupportedError(
                     f"layer {index} of this model caches {type(layer).__name__}: expected full or sliding-window "

@@ -61,18 +61,19 @@ class RestingLayer(DynamicLayer):
         capacity: tokens the layer can hold.
         workspace: shared by the layers of a cache.
         host: gives the memory of tier "host".
-        give_back: tokens that `crop` takes off without a trace; their full precision is kept as long.
+        give_back: tokens that `crop` takes off without a trace, `ROLLBACK_TOKENS` at least; their full precision is
+            kept as long.
     """
 
-    def __init__(
-        self, capacity: int, kind: KvKind, workspace: Workspace, host: Allocate, give_back: int = ROLLBACK_TOKENS
-    ) -> None:
+    def __init__(self, capacity: int, kind: KvKind, workspace: Workspace, host: Allocate, give_back: int = 0) -> None:
         super().__init__()
         self.capacity = capacity
         self._kind = kind
         self._workspace = workspace
         self._host = host
-        self._recent_tokens, self._give_back = (0, 0) if kind.bits == 16 else (RECENT_TOKENS, give_back)
+        plain = kind.bits == 16
+        self._recent_tokens = 0 if plain else RECENT_TOKENS
+        self._give_back = 0 if plain else max(give_back, ROLLBACK_TOKENS)
         self._rests: tuple[Rest, Rest] | None = None
         self._length = 0
         self._rested = 0

@@ -62,6 +62,7 @@ def dry_run(
     modes: tuple[Mode, ...],
     prefill_chunk: int | None = None,
     kv_kind: KvKind = PLAIN,
+    give_back: int = 0,
     trust_remote_code: bool = False,
 ) -> Needs:
     """Run prompts and single tokens that fill the context down each path that `modes` can take.
@@ -71,6 +72,8 @@ def dry_run(
         context, batch: tokens per row, rows.
         prefill_chunk: tokens of a prompt that a layer reads at once; None for all of them.
         kv_kind: of the cache.
+        give_back: the most drafted tokens that a mode checks at once and takes off the cache again; 0 without such a
+            mode.
     """
     whole = Structure.of(config, precision.dtype, trust_remote_code=trust_remote_code)
     kinds = whole.kinds()
@@ -79,31 +82,47 @@ def dry_run(
     firsts = {kind: kinds.index(kind, 1) if kind in kinds[1:] else 0 for kind in kinds}
     count = max(firsts.values()) + 1
     short = _first_layers(config, count)
-    worst, kv_bytes, kv_host_bytes = Needs(0, -1), 0, 0
+    worst, kv_bytes, kv_host_bytes, chunked = Needs(0, -1), 0, 0, prefill_chunk is not None
     for rule in _paths(modes, count):
         fake = FakeTensorMode(allow_non_fake_inputs=True)
         with fake, torch.no_grad():
             structure = Structure.of(short, precision.dtype, trust_remote_code=trust_remote_code)
             flow = _assemble_fake(structure, rule, _FakeParts(structure, precision), prefill_chunk)
-            cache = SharedCache(short, context, kv_kind)
+            cache = SharedCache(short, context, kv_kind, give_back=give_back)
             if prefill_chunk is not None:
                 flow.spans = _first_and_last(prefill_chunk, cache)
-            _step(structure.model, cache, batch, 1, short.vocab_size)
+            _step(structure.model, cache, batch, 1)
             cache.reset()  # all but the windows is allocated now and is no part of what follows
             for cached_tokens, new_tokens in _steps(context, prefill_chunk):
                 if not cached_tokens:
                     cache.reset()
                 before = cache.mark()
-                with metered(structure.model, cache) as meter:
-                    chunked = prefill_chunk is not None
-                    _step(structure.model, cache, batch, new_tokens, short.vocab_size, meter, chunked=chunked)
-                split = meter.peak_by_tag()
-                split.pop("kv", None)  # windows that this step replaced: counted with the cache
-                if (rise_bytes := sum(split.values())) > worst.transient_bytes:
-                    second_turn = cached_tokens > 0 and new_tokens > 1
-                    worst = Needs(0, rise_bytes, {name: split.get(name, 0) for name in TRANSIENT}, second_turn)
+                worst = _larger(worst, _rise(structure.model, cache, batch, new_tokens, chunked=chunked))
+            if give_back and context > 1 and rule.mode.kind != "quantized":
+                checked = min(give_back, context - 1)
+                cache.crop(-checked)
+                before = cache.mark()
+                rise = _rise(structure.model, cache, batch, checked, kept_logits=checked, chunked=chunked)
+                worst = _larger(worst, rise)
             kv_bytes, kv_host_bytes = _kv_bytes(cache, before, [kinds.index(kind) for kind in kinds])
     return replace(worst, kv_bytes=kv_bytes, kv_host_bytes=kv_host_bytes)
+
+
+def _rise(
+    model: Any, cache: SharedCache, batch: int, new_tokens: int, *, kept_logits: int = 1, chunked: bool = False
+) -> Needs:
+    """How high one step rises above what was held before it, and what that consists of."""
+    cached_tokens = cache.get_seq_length()
+    with metered(model, cache) as meter:
+        _step(model, cache, batch, new_tokens, meter, kept_logits=kept_logits, chunked=chunked)
+    split = meter.peak_by_tag()
+    split.pop("kv", None)  # windows that this step replaced: counted with the cache
+    second_turn = cached_tokens > 0 and new_tokens > 1 and kept_logits == 1
+    return Needs(0, sum(split.values()), {name: split.get(name, 0) for name in TRANSIENT}, second_turn)
+
+
+def _larger(one: Needs, other: Needs) -> Needs:
+    return other if other.transient_bytes > one.transient_bytes else one
 
 
 def _kv_bytes(cache: SharedCache, before: Mark, like: list[int]) -> tuple[int, int]:
@@ -223,9 +242,9 @@ def _step(
     cache: SharedCache,
     batch: int,
     new_tokens: int,
-    vocab_size: int,
     meter: StorageMeter | None = None,
     *,
+    kept_logits: int = 1,
     chunked: bool = False,
 ) -> None:
     """One forward pass, with the tensors that generate holds on to, and what sampling does with its logits."""
@@ -239,8 +258,9 @@ def _step(
         mask = torch.ones((batch, whole_tokens) if chunked else dense, dtype=torch.bool)
         if meter is not None and not chunked:
             meter.claim([mask], "mask")
-    kept = {cache_argument(model): cache}
-    logits = model(ids, position_ids=places, use_cache=True, logits_to_keep=1, attention_mask=mask, **kept).logits
+    kept: dict[str, Any] = {cache_argument(model): cache}
+    kept["logits_to_keep"] = kept_logits
+    logits = model(ids, position_ids=places, use_cache=True, attention_mask=mask, **kept).logits
     before = _sampled(ids, logits)  # what the token before was drawn from is still there
     _sampled(ids, logits)
     del kept_by_generate, before

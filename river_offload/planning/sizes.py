@@ -93,6 +93,7 @@ def weigh(
         modes=modes,
         prefill_chunk=chunk,
         kv_kind=KvKind.of(config),
+        give_back=config.give_back,
         trust_remote_code=config.trust_remote_code,
     )
     parts = tuple(precision.river_parts(layer) for layer in structure.layers)

@@ -17,6 +17,7 @@ class Prefetcher:
     Args:
         kind: of prefetch.
         forecast_for: makes the forecast for an exit threshold; what is learned under one does not hold under another.
+            None stands for drafts and checks in turn, where a pass through all layers is always next.
         tau: the threshold in force.
         pace: learns what things take.
 
@@ -25,13 +26,18 @@ class Prefetcher:
     """
 
     def __init__(
-        self, kind: Kind, forecast_for: Callable[[float], Forecast], *, tau: float = 0.5, pace: Pace | None = None
+        self,
+        kind: Kind,
+        forecast_for: Callable[[float | None], Forecast],
+        *,
+        tau: float = 0.5,
+        pace: Pace | None = None,
     ) -> None:
         self.kind = kind
         self.pace = pace or Pace()
         self._forecast_for = forecast_for
         self.forecast = forecast_for(tau)
-        self._forecasts = {tau: self.forecast}
+        self._forecasts: dict[float | None, Forecast] = {tau: self.forecast}
         self._foretold: Oracle | None = None
 
     def foretell(self, depths: Sequence[int] | None) -> None:
@@ -39,9 +45,10 @@ class Prefetcher:
         looks at them: to the others a forced exit comes as a surprise, as any other does."""
         self._foretold = None if depths is None else Oracle(self.forecast.num_layers, depths)
 
-    def opened(self, new_tokens: int, margin: float | None, known_depth: int | None, tau: float) -> None:
+    def opened(self, new_tokens: int, margin: float | None, known_depth: int | None, tau: float | None) -> None:
         """A passage begins (see `Forecast.begin`). Raises UsageError for an oracle that was told nothing."""
-        self.forecast = self._oracle(known_depth) if self.kind == "oracle" else self._learned(tau)
+        told = self.kind == "oracle" and tau is not None
+        self.forecast = self._oracle(known_depth) if told else self._learned(tau)
         self.forecast.begin(new_tokens, margin, known_depth)
         self.pace.opened(new_tokens)
 
@@ -74,7 +81,7 @@ class Prefetcher:
         """The passage failed or was interrupted."""
         self.pace.broken_off()
 
-    def _learned(self, tau: float) -> Forecast:
+    def _learned(self, tau: float | None) -> Forecast:
         if tau not in self._forecasts:
             self._forecasts[tau] = self._forecast_for(tau)
         return self._forecasts[tau]

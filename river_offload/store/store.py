@@ -127,8 +127,9 @@ class Store:
         if self.prefetcher is not None:
             self.prefetcher.foretell(depths)
 
-    def opened(self, new_tokens: int, margin: float | None, known_depth: int | None, tau: float) -> None:
-        """A passage begins: its new tokens a row, the last token's margin, and its depth if its mode fixes that."""
+    def opened(self, new_tokens: int, margin: float | None, known_depth: int | None, tau: float | None) -> None:
+        """A passage begins: its new tokens a row, the last token's margin, its depth if its mode fixes that, and the
+        exit threshold, None where drafts and checks take turns."""
         if self.prefetcher is not None:
             self.prefetcher.opened(new_tokens, margin, known_depth, tau)
 

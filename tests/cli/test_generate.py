@@ -14,7 +14,8 @@ from river_offload.errors import BudgetError, CheckpointError
 
 FIELDS = [
     "text", "prompt_tokens", "new_tokens", "mode", "tau", "num_layers", "mean_depth", "depths", "prefill_depth",
-    "prefill", "seconds", "tokens_per_s", "bytes_streamed", "peak_device_bytes", "budget_bytes", "placement", "kernel",
+    "prefill", "seconds", "tokens_per_s", "bytes_streamed", "backbone_passes", "drafted", "accepted", "tokens_per_backbone_pass",
+    "bytes_per_token", "checked_share", "peak_device_bytes", "budget_bytes", "placement", "kernel",
 ]  # fmt: skip
 
 
@@ -46,6 +47,40 @@ def test_json_is_one_object_with_the_promised_fields(stub, runner):
 def test_tau_is_null_where_nothing_looks_at_it(stub, runner):
     done = runner.invoke(app, ["generate", "demo", "--prompt", "Why?", "--json", "--mode", "fixed:3"])
     assert (json.loads(done.stdout)["mode"], json.loads(done.stdout)["tau"]) == ("fixed:3", None)
+
+
+def test_a_mode_that_drafts_says_how_many_tokens_a_pass_gave(stub, runner):
+    figures = {"drafted": 30, "accepted": 17, "backbone_passes": 3, "tokens_per_backbone_pass": 6.66}
+
+    def prepare(model):
+        plain = model.report
+        model.report = lambda: plain() | figures
+
+    stub.prepare = prepare
+    options = ["--mode", "lossless", "--draft", "12"]
+    done = runner.invoke(app, ["generate", "demo", "--prompt", "Why?", *options])
+    assert "4.2 of 30 · 6.7 tokens a backbone pass · 3.00 GiB" in done.stderr
+    assert (stub.loads[0]["mode"], stub.loads[0]["draft"]) == ("lossless", "12")
+    done = runner.invoke(app, ["generate", "demo", "--prompt", "Why?", "--json", "--mode", "gated", "--gate", "0.5"])
+    assert figures.items() <= json.loads(done.stdout).items()
+    assert stub.loads[1]["gate"] == 0.5
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--draft", "8"], "draft has no effect in mode exit"),
+        (["--mode", "lossless", "--gate", "0.5"], "gate has no effect in mode lossless"),
+        (["--mode", "gated", "--gate", "2"], "gate is 2.0: expected a probability from 0 to 1"),
+        (["--mode", "lossless", "--draft", "0"], "unknown draft '0': expected adaptive or a number of tokens"),
+        (["--mode", "lossless", "--tau", "0.5"], "--tau has no effect in mode lossless"),
+    ],
+)
+def test_drafting_options_that_cannot_take_effect_are_refused(options, said, stub, runner):
+    done = runner.invoke(app, ["generate", "demo", "--prompt", "Why?", *options])
+    assert done.exit_code == 2
+    assert said in " ".join(done.stderr.split())
+    assert not stub.loads
 
 
 def test_quiet_leaves_stderr_empty(stub, runner):
@@ -183,7 +218,7 @@ def test_prompt_from_a_file_and_from_standard_input(stub, runner, tmp_path):
         (["--prompt", "a", "--mode", "backbone", "--tau", "0.5"], "--tau has no effect in mode backbone"),
         (["--prompt", "a", "--mode", "fixed:2", "--min-exit", "1"], "--min-exit has no effect in mode fixed:2"),
         (["--prompt", "a", "--mode", "backbone", "--bits", "4"], "--bits has no effect"),
-        (["--prompt", "a", "--mode", "fixed"], "expected exit, backbone, quantized or fixed:D"),
+        (["--prompt", "a", "--mode", "fixed"], "expected exit, backbone, quantized, lossless, gated or fixed:D"),
         (["--prompt", "a", "--tau", "nan"], "tau is nan"),
         (["--prompt", "a", "--min-exit", "0"], "--min-exit is 0"),
         (["--prompt", "a", "--bits", "5"], "error: --bits is 5"),

@@ -1,0 +1,236 @@
+"""Draft, check, keep what is right, and again.
+
+One round: some tokens are drafted, one passage each, through the resident backbone layers and the river. The cache
+gives their places back, and one passage of the backbone runs over the last token of the text and all drafted ones. It
+writes the places anew and says of each what the backbone would have put there. What follows the first wrong token is
+given back, so between two rounds the cache holds backbone keys and values of the whole text but its last token, as if
+nothing had been drafted.
+
+A batch goes on in step: a round keeps as many tokens as its least lucky unfinished row allows. The others draft theirs
+again, and, as a token depends on its place alone, get the same ones.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.cache_utils import Cache
+from transformers.generation.logits_process import LogitsProcessorList
+from transformers.generation.stopping_criteria import StoppingCriteriaList
+from transformers.generation.streamers import BaseStreamer
+
+from policies.drafting import Drafting
+from policies.exit import DraftExit
+from river_offload.decoding.text import Text
+from river_offload.errors import UsageError
+from river_offload.kv.cache import SharedCache
+from river_offload.passage import Flow
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a generation drafts and when it asks the backbone."""
+
+    depth: int
+    """Backbone layers that a draft runs."""
+    drafting: Drafting
+    gate: float | None
+    """Drafted tokens with a margin above this are kept unasked. None asks about each, 0 about none: no checks."""
+
+
+@dataclass
+class Block:
+    """What was drafted since the last check."""
+
+    tokens: list[torch.Tensor] = field(default_factory=list)
+    """[rows] each."""
+    scores: list[torch.Tensor] = field(default_factory=list)
+    logits: list[torch.Tensor] = field(default_factory=list)
+    sure: list[torch.Tensor] = field(default_factory=list)
+    """bool [rows] each: kept unasked."""
+    margins: list[float] = field(default_factory=list)
+    """The least over the unfinished rows."""
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+
+def decoding_method(flow: Flow, plan: Plan, cache_name: str, streamer: BaseStreamer | None) -> Callable[..., Any]:
+    """What to hand to `generate` as `custom_generate`: it prepares everything as ever, the loop is ours.
+
+    Args:
+        cache_name: the keyword that the model takes its cache by.
+        streamer: `generate` shows it the prompt and does not hand it on.
+    """
+
+    def decode(
+        model: PreTrainedModel,
+        input_ids: torch.Tensor,
+        *,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        **kwargs: Any,
+    ) -> Any:
+        output = model._prefill(input_ids, generation_config, kwargs)
+        cache = kwargs.get(cache_name)
+        _require_croppable(cache)
+        text = Text(model, input_ids, kwargs, generation_config, logits_processor, stopping_criteria, streamer)
+        logits = output.logits[:, -1].clone()
+        del output  # or the logits of a whole prompt would stay
+        text.add(*text.pick(text.ids, logits), logits)
+        rounds = _Rounds(flow, plan, text, cache)
+        while not text.done:
+            rounds.run()
+        return text.end(cache_name)
+
+    return decode
+
+
+class _Rounds:
+    """Drafts and checks of one generation."""
+
+    def __init__(self, flow: Flow, plan: Plan, text: Text, cache: Cache) -> None:
+        self.flow = flow
+        self.plan = plan
+        self.text = text
+        self.cache = cache
+        rule = flow.rule
+        self._draft_rule = DraftExit(rule.mode, rule.tau, rule.min_exit, rule.num_layers, plan.depth)
+
+    def run(self) -> None:
+        """One round. One that fails or is interrupted leaves the cache with what the text has."""
+        cached = _length(self.cache)
+        before = self.text.ids.shape[1]
+        with self._given_back_on_failure(cached, before):
+            block = self._draft()
+            if self.plan.gate == 0:
+                self._keep(block)
+            else:
+                self._check(block)
+            self._give_back(_length(self.cache) - cached - (self.text.ids.shape[1] - before))
+
+    def _draft(self) -> Block:
+        """Draft until the policy says stop, there is no room left, or every row has come to its end."""
+        block, text = Block(), self.text
+        # A check adds a token of its own: in front of the last one there is nothing to draft.
+        most = text.room - (self.plan.gate != 0)
+        with self.flow.part("draft", self._draft_rule):
+            while len(block) < most and self.plan.drafting.goes_on(block.margins):
+                started_s = time.perf_counter()
+                ids, kwargs = text.extended(block.tokens)
+                logits = self._logits(ids, kwargs, 1)[:, 0]
+                token, scores = text.pick(ids, logits)
+                self._put(block, token, scores, logits)
+                self.plan.drafting.drafted(time.perf_counter() - started_s)
+                if self._ends(token):
+                    break
+        return block
+
+    def _put(self, block: Block, token: torch.Tensor, scores: torch.Tensor, logits: torch.Tensor) -> None:
+        margins = self.flow.margins
+        assert margins is not None
+        block.tokens.append(token)
+        block.margins.append(margins.masked_fill(~self.text.unfinished, 1.0).min().item())
+        block.sure.append(margins > (1.0 if self.plan.gate is None else self.plan.gate))
+        if self.plan.gate == 0:
+            block.scores.append(scores)
+            block.logits.append(logits)
+
+    def _ends(self, token: torch.Tensor) -> bool:
+        """Is this the end of every row that has not finished?"""
+        closing = torch.tensor(sorted(self.flow.closing_tokens), dtype=token.dtype, device=token.device)
+        return bool((torch.isin(token, closing) | ~self.text.unfinished).all())
+
+    def _keep(self, block: Block) -> None:
+        """Nobody is asked: the river's tokens, on the river's keys and values."""
+        for token, scores, logits in zip(block.tokens, block.scores, block.logits, strict=True):
+            self.text.add(token, scores, logits)
+            if self.text.done:
+                return
+
+    def _check(self, block: Block) -> None:
+        """The backbone writes the block's places anew and has its say."""
+        started_s = time.perf_counter()
+        self._give_back(len(block))
+        ids, kwargs = self.text.extended(block.tokens)
+        with self.flow.part("check", self.flow.rule):
+            logits = self._logits(ids, kwargs, len(block) + 1)
+        record = self.flow.trace.records[-1]
+        record.accepted, record.decided = self._judge(block, logits)
+        if not self.text.done:  # else it may be the text that ended, not the luck of the draft
+            self.plan.drafting.checked(block.margins, record.accepted, time.perf_counter() - started_s)
+
+    def _judge(self, block: Block, logits: torch.Tensor) -> tuple[int, int]:
+        """Add to the text what stands: drafted tokens up to the first wrong one, and the backbone's own after them.
+
+        Args:
+            logits: [rows, drafted + 1, vocabulary].
+
+        Returns:
+            Drafted tokens that were kept, and tokens that the backbone decided or confirmed.
+        """
+        text, accepted, decided = self.text, 0, 0
+        for index in range(len(block) + 1):
+            token, scores = text.pick(text.ids, logits[:, index])
+            drafted = index < len(block)
+            asked, wrong = text.unfinished, text.unfinished
+            if drafted:
+                token = torch.where(block.sure[index], block.tokens[index], token)
+                asked = text.unfinished & ~block.sure[index]
+                wrong = text.unfinished & (token != block.tokens[index])
+            goes_on = drafted and not bool(wrong.any())
+            decided += bool(asked.any())
+            accepted += goes_on
+            text.add(token, scores, logits[:, index])
+            if not goes_on or text.done:
+                break
+        self.flow.spoke(logits[:, : index + 1])
+        return accepted, decided
+
+    def _logits(self, ids: torch.Tensor, kwargs: dict[str, Any], tokens: int) -> torch.Tensor:
+        """Run the last `tokens` of a text: logits [rows, tokens, vocabulary]."""
+        model = self.text.model
+        inputs = model.prepare_inputs_for_generation(ids, next_sequence_length=tokens, **kwargs)
+        if "logits_to_keep" in inputs:
+            inputs["logits_to_keep"] = tokens
+        logits: torch.Tensor = model(**inputs, return_dict=True).logits
+        return logits[:, -tokens:]
+
+    def _give_back(self, tokens: int) -> None:
+        self.cache.crop(-tokens)  # 0 too: transformers' own windows then drop what they kept for it
+
+    @contextmanager
+    def _given_back_on_failure(self, cached: int, before: int) -> Iterator[None]:
+        completed = False
+        try:
+            yield
+            completed = True
+        finally:
+            if not completed:
+                grown = self.text.ids.shape[1] - before
+                self._give_back(max(_length(self.cache) - cached - grown, 0))
+
+
+def _length(cache: Cache) -> int:
+    """Tokens a row that the cache holds. For a static cache this waits for the device."""
+    return int(cache.get_seq_length())
+
+
+def _require_croppable(cache: Cache | None) -> None:
+    # Older versions of transformers do not say it of their caches.
+    if cache is None or not getattr(cache, "is_croppable", isinstance(cache, SharedCache)):
+        found = "without a cache" if cache is None else f"with a {type(cache).__name__} that cannot give back tokens"
+        raise UsageError(
+            f"modes lossless and gated do not work {found} (a static cache longer than an attention window cannot): "
+            "leave the cache to this model, or use mode backbone"
+        )
+    # Windows of transformers' own caches keep what a `crop` needs only when they are told.
+    if hasattr(cache, "activate_past_recording"):
+        cache.activate_past_recording()

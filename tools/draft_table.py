@@ -1,0 +1,121 @@
+"""Draft lengths side by side: tokens per check, draft steps and bytes per token, speed, and whether the text is right.
+
+    python tools/draft_table.py demo --prompts questions.jsonl --field question --count 20 --budget 500MiB --context 512
+
+Every prompt is written once in mode backbone and once for each draft length in mode lossless (or gated), greedily, by
+one loaded model, so all have the same layers on the device. Each finished prompt is one JSON line on standard output;
+the table of all so far follows at the end, or at Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import json
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import river_offload
+
+DRAFTS = ("2", "4", "8", "16", "adaptive")
+
+
+def main() -> None:
+    """Run the prompts, print a line for each and the table."""
+    asked = _arguments()
+    mode = "lossless" if asked.gate is None else "gated"
+    options = {"budget": asked.budget, "context": asked.context, "dtype": asked.dtype, "slots": asked.slots}
+    if asked.gate is not None:
+        options["gate"] = asked.gate
+    model = river_offload.load(asked.model, mode=mode, also_modes=("backbone",), **options)
+    with model.river:
+        placement = model.river.placement
+        print(
+            f"resident {len(placement.resident_layers)}, streamed {len(placement.streamed_layers)} layers", flush=True
+        )
+        rows: dict[str, list[dict[str, Any]]] = defaultdict(list)
+        try:
+            for number, text in enumerate(_prompts(asked)):
+                for name, row in _one_prompt(model, text, asked):
+                    rows[name].append(row)
+                    print(json.dumps({"prompt": number, "draft": name, **row}), flush=True)
+        except KeyboardInterrupt:
+            pass
+        print("\n".join(table(rows)))
+
+
+def table(rows: dict[str, list[dict[str, Any]]]) -> list[str]:
+    """Markdown, one line for each way of drafting."""
+    lines = [
+        "| draft | prompts | same text | tokens per check | draft steps per token | MiB per token | tok/s |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for name, found in rows.items():
+        tokens, checks = sum(row["tokens"] for row in found), sum(row["checks"] for row in found)
+        after_first = tokens - len(found)  # the prompt gives the first
+        seconds = sum(row["seconds"] for row in found)
+        lines.append(
+            f"| {name} | {len(found)} | {sum(row['same'] for row in found)} | {after_first / max(checks, 1):.2f} "
+            f"| {sum(row['drafted'] for row in found) / after_first:.2f} "
+            f"| {sum(row['bytes'] for row in found) / tokens / 2**20:.2f} | {tokens / seconds:.2f} |"
+        )
+    return lines
+
+
+def _one_prompt(model: Any, text: str, asked: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]]:
+    tokenizer = model.river.tokenizer
+    chat = [{"role": "user", "content": text}]
+    inputs = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    expected = None
+    for name in ("backbone", *asked.drafts):
+        setting = {"mode": "backbone"} if name == "backbone" else {"draft": name}
+        with model.river.using(**setting):
+            started_s = time.perf_counter()
+            ids = model.generate(**inputs, max_new_tokens=asked.tokens, do_sample=False)[0].tolist()
+            seconds = time.perf_counter() - started_s
+        expected = ids if expected is None else expected
+        records = model.river.account.records
+        yield (
+            name,
+            {
+                "tokens": len(ids) - inputs["input_ids"].shape[1],
+                "same": ids == expected,
+                "checks": sum(record.path in ("check", "decode") for record in records),
+                "drafted": sum(record.path == "draft" for record in records),
+                "bytes": sum(record.bytes_streamed for record in records),
+                "seconds": seconds,
+                "draft_s": sum(record.seconds for record in records if record.path == "draft"),
+                "check_s": sum(record.seconds for record in records if record.path == "check"),
+            },
+        )
+
+
+def _prompts(asked: argparse.Namespace) -> list[str]:
+    path = Path(asked.prompts)
+    data = path.read_bytes()
+    lines: Iterable[bytes] = (gzip.decompress(data) if path.suffix == ".gz" else data).splitlines()
+    return [json.loads(line)[asked.field] for line in lines if line.strip()][asked.skip : asked.skip + asked.count]
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", help="as for river-offload")
+    parser.add_argument("--prompts", required=True, help="JSON lines, may be gzipped")
+    parser.add_argument("--field", default="question", help="where a line has its prompt")
+    parser.add_argument("--count", type=int, default=20, help="prompts")
+    parser.add_argument("--skip", type=int, default=0, help="prompts to leave out at the beginning")
+    parser.add_argument("--tokens", type=int, default=128, help="new tokens of each")
+    parser.add_argument("--drafts", nargs="+", default=DRAFTS, help="lengths, or adaptive")
+    parser.add_argument("--gate", type=float, help="mode gated with this gate instead of lossless")
+    parser.add_argument("--budget", default="500MiB")
+    parser.add_argument("--context", type=int, default=512)
+    parser.add_argument("--slots", type=int, default=2)
+    parser.add_argument("--dtype", default="float32", help="float32: text of two ways to compute is comparable")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
