@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from transformers import PreTrainedModel
 
 from policies.drafting import GATED_DRAFT, Drafting, drafting_of

@@ -23,7 +23,8 @@ from river_offload.planning.remedies import Remedies, find_remedies
 from river_offload.planning.sizes import Weighed, weigh, weigh_within
 from river_offload.planning.speed import Speed, estimate_speed
 from river_offload.progress import Progress, Silent
-from river_offload.quant.kernels import Blocks, ordered
+from river_offload.quant.kernels import ordered
+from river_offload.quant.kernels.dense import Blocks
 from river_offload.quant.precision import Precision
 from river_offload.store.ring import RING_BYTES, layers_to_hold
 
