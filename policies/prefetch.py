@@ -185,7 +185,7 @@ class _Plan:
             if layer in self.content:
                 continue
             idle_s = self.next_decision_s - self.free_s
-            if self._soon(layer) * idle_s <= self.blocked_risk * of.link_s:
+            if not self._runs_first(layer) and self._soon(layer) * idle_s <= self.blocked_risk * of.link_s:
                 return
             self._let_finish(layer, 1.0)
             slot = self.slot_for(layer)
@@ -195,8 +195,11 @@ class _Plan:
 
     def _copy_s(self, layer: int) -> float:
         """Seconds of link that the layer still takes, put next into the plan."""
-        running = self.running is not None and self.running[0] == layer and not self.fetches
-        return self.of.busy_s if running else self.of.link_s
+        return self.of.busy_s if self._runs_first(layer) else self.of.link_s
+
+    def _runs_first(self, layer: int) -> bool:
+        """Is the layer on its way, and nothing planned before it? Then it only has to be left alone."""
+        return self.running is not None and self.running[0] == layer and not self.fetches
 
     def _let_finish(self, layer: int, probability: float) -> None:
         """Leave the running fetch in front of `layer` when dropping its progress costs more than the delay it means."""

@@ -114,6 +114,8 @@ class Result:
     new_tokens: int = 0
     """Tokens generated: one a passage."""
     passage_seconds: list[float] = field(default_factory=list)
+    passage_stall_s: list[float] = field(default_factory=list)
+    passage_wasted_bytes: list[int] = field(default_factory=list)
 
     @property
     def tokens_per_s(self) -> float:
@@ -253,7 +255,8 @@ class _Replay:
 
     def passage(self, step: Step) -> None:
         """Run one passage to its end."""
-        setup, started_s = self._setup, self._now_s
+        setup, started_s, result = self._setup, self._now_s, self.result
+        stalled_s, wasted_bytes = result.stall_s, result.wasted_bytes
         compute_s = setup.backbone.seconds(step.new_tokens)
         river_s = setup.river.seconds(step.new_tokens)
         self._forecast.begin(step.new_tokens, step.margin, step.depth if step.known else None)
@@ -270,9 +273,11 @@ class _Replay:
         tail_s = (setup.num_layers - depth) * river_s + setup.passage_s
         self._decide(setup.num_layers, compute_s, tail_s)
         self._now_s += tail_s
-        self.result.new_tokens += 1
-        self.result.passage_seconds.append(self._now_s - started_s)
-        self.result.seconds = self._now_s
+        result.new_tokens += 1
+        result.passage_seconds.append(self._now_s - started_s)
+        result.passage_stall_s.append(result.stall_s - stalled_s)
+        result.passage_wasted_bytes.append(result.wasted_bytes - wasted_bytes)
+        result.seconds = self._now_s
 
     def _acquire(self, depth: int, compute_s: float) -> bool:
         """Have the layer there. False when the passage leaves instead."""

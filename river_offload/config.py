@@ -119,8 +119,10 @@ class RiverConfig:
     """None for `default_cache_dir()`."""
     slots: int = 2
     prefetch: str = "next"
-    """What the link does ahead of need: nothing (`none`), the coming layers in order (`next`), or those that a
-    predictor of the exit holds for likely (`predicted`)."""
+    """What the link does ahead of need: nothing (`none`), the coming layers in order (`next`), those that a predictor
+    of the exit holds for likely (`predicted`), or the right ones (`oracle`: where exits are forced)."""
+    link_limit: int | None = None
+    """Bytes a second that streamed layers come at most: what a slower disk would do. CPU only; None for no limit."""
     on_miss: str = "wait"
     """What a passage does about a layer that is not there: `wait`, or `exit` to the river, in mode exit."""
     draft: str | int | None = None
@@ -151,7 +153,9 @@ class RiverConfig:
             raise _wrong("quant", self.quant, "a QuantConfig or a table")
         if not isinstance(self.device, str) or not re.fullmatch(r"auto|cpu|cuda(:[0-9]+)?", self.device):
             raise _wrong("device", self.device, "auto, cpu, cuda or cuda:N")
-        _require_one_of("prefetch", self.prefetch, ("none", "next", "predicted"))
+        _require_one_of("prefetch", self.prefetch, ("none", "next", "predicted", "oracle"))
+        if self.link_limit is not None:
+            _require_positive("link_limit", self.link_limit)
         _require_one_of("on_miss", self.on_miss, ("wait", "exit"))
         if self.on_miss == "exit" and "exit" not in (self.mode, *self.also_modes):
             raise UsageError(f"on_miss=exit has no effect in mode {self.mode}: only mode exit may leave earlier")
@@ -173,8 +177,10 @@ class RiverConfig:
             check_option("gate", self.gate)
             if "gated" not in kinds:
                 raise UsageError(f"gate has no effect in mode {self.mode}: only mode gated looks at it")
-        if self.prefetch == "predicted" and kinds <= {"lossless", "gated"}:
-            raise UsageError(f"prefetch=predicted has no effect in mode {self.mode}: what comes is known, use next")
+        if self.prefetch in ("predicted", "oracle") and kinds <= {"lossless", "gated"}:
+            raise UsageError(
+                f"prefetch={self.prefetch} has no effect in mode {self.mode}: what comes is known, use next"
+            )
 
     @property
     def give_back(self) -> int:
@@ -211,6 +217,7 @@ class RiverConfig:
             "model": lambda value: str(value) if isinstance(value, Path) else value,
             "budget": lambda value: _read_size("budget", value),
             "host_budget": lambda value: _read_size("host_budget", value),
+            "link_limit": lambda value: _read_size("link_limit", value),
             "quant": _read_quant,
             "cache_dir": lambda value: _expand_home(value) if isinstance(value, str) and value else value,
             "draft": lambda value: value if value is None else check_option("draft", value),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -17,20 +17,8 @@ from river_offload.config import DEFAULT_GATE, RiverConfig, check_mode, check_op
 from river_offload.errors import ContextError, ModeError, UsageError, not_possible
 from river_offload.kv.cache import SharedCache
 from river_offload.passage import Flow
-from river_offload.trace import PassageRecord, Trace, checking_figures
-
-
-@dataclass
-class Account:
-    """What the last generate did, filled while it runs. Times in seconds."""
-
-    mode: str = ""
-    tau: float = 0.0
-    prompt_tokens: int = 0
-    new_tokens: int = 0
-    records: list[PassageRecord] = field(default_factory=list)
-    seconds: float = 0.0
-    peak_device_bytes: int = 0
+from river_offload.store.store import Store
+from river_offload.trace import Account, PassageRecord, Trace, checking_figures
 
 
 class River:
@@ -89,6 +77,11 @@ class River:
     @property
     def trace(self) -> Trace:
         return self._flow.trace
+
+    @property
+    def store(self) -> Store:
+        """Lends backbone layers, and knows how long that takes."""
+        return self._flow.store
 
     @property
     def num_layers(self) -> int:
@@ -177,6 +170,7 @@ class River:
             yield self
         finally:
             self._flow.rule, self._gate, self._draft = before
+            self._flow.store.foretell(None)
 
     def _use(self, mode: str | None, tau: float | None, depths: Sequence[int] | None) -> None:
         if depths is None:
@@ -319,6 +313,7 @@ class River:
         self._flow.rule = ForcedExits(
             Mode("exit"), rule.tau, rule.min_exit, layers, depths, first_passage=len(self.trace.records)
         )
+        self._flow.store.foretell(depths)
 
     def _built(self, text: str) -> Mode:
         """The mode, if every layer that it may reach is there."""

@@ -45,6 +45,7 @@ def load(
     cache_dir: str | Path | None = None,
     slots: int = 2,
     prefetch: str = "next",
+    link_limit: str | int | None = None,
     on_miss: str = "wait",
     draft: str | int | None = None,
     gate: float | None = None,
@@ -70,7 +71,9 @@ def load(
         dtype: "auto" computes in the checkpoint's own.
         cache_dir: where built rivers and unpacked GGUF files are kept.
         slots: device buffers that streamed layers pass through.
-        prefetch: "none", "next" (the coming layers, in order) or "predicted" (those a predictor holds for likely).
+        prefetch: "none", "next" (the coming layers, in order), "predicted" (those a predictor holds for likely) or
+            "oracle" (what forced depths will need).
+        link_limit: bytes a second that streamed layers come at most ("500MB"): what a slower disk would do. CPU only.
         on_miss: "wait" for a layer that is not there, or "exit" to the river at once (in mode exit).
         draft: tokens that modes lossless and gated draft on the river before the backbone checks them: "adaptive" or a
             number. By default lossless adapts and gated, whose text depends on it, takes 16.
@@ -105,6 +108,7 @@ def load(
         cache_dir=cache_dir,
         slots=slots,
         prefetch=prefetch,
+        link_limit=link_limit,
         on_miss=on_miss,
         draft=draft,
         gate=gate,
@@ -143,6 +147,7 @@ def _assemble(plan: Plan, progress: Progress) -> PreTrainedModel:
         if streaming.link is not None:
             undo.callback(streaming.link.close)
         flow = _fill(plan, disk, streaming, progress)
+        disk.reader.limit = plan.config.link_limit  # from here on: loading is as quick as it can be
         if streaming.link is None:
             disk.close()  # all is read
         undo.pop_all()
@@ -157,7 +162,7 @@ def _fill(plan: Plan, disk: DiskTier, streaming: Streaming, progress: Progress) 
         placement,
         _parts(plan, disk, progress),
         rule=ExitRule(placement.mode, config.tau, config.min_exit, structure.num_layers),
-        trace=Trace(structure.num_layers),
+        trace=Trace(structure.num_layers, about=_about(config)),
         device=plan.device,
         slots=streaming.slots,
         link=streaming.link,
@@ -165,6 +170,11 @@ def _fill(plan: Plan, disk: DiskTier, streaming: Streaming, progress: Progress) 
         prefetcher=streaming.prefetcher,
         on_miss="exit" if config.on_miss == "exit" else "wait",
     )
+
+
+def _about(config: RiverConfig) -> dict[str, Any]:
+    """What the head of a trace says of the run."""
+    return {"model": config.model, "mode": config.mode, "tau": config.tau, "min_exit": config.min_exit}
 
 
 def _handled(plan: Plan, flow: Flow, streaming: Streaming, kernels: dict[str, Any]) -> PreTrainedModel:

@@ -156,7 +156,6 @@ class Flow:
             path=self._part[0] if self._part else self._path(call),
         )
         self._opened_s = time.perf_counter()
-        self._before = _Counters.of(self.store)
         known_depth = None if rule.mode.kind == "exit" else _depth(self._passage)
         # Drafts and checks take turns: what comes is known, so nothing is guessed and nothing learned from them.
         tau = None if rule.mode.drafts else rule.tau
@@ -209,12 +208,13 @@ class Flow:
     def close(self, *, completed: bool) -> None:
         """End the forward pass; one that failed or was interrupted leaves no record."""
         passage, self._passage = self._passage, None
+        before, done = self._before, _Counters.of(self.store)
+        self._before = done
         if passage is None or not completed:
             self.store.broken_off()
             return
         depth = _depth(passage)
         self.store.passed(passage.rule.num_layers - depth)
-        done = _Counters.of(self.store)
         record = PassageRecord(
             index=len(self.trace.records),
             new_tokens=passage.new_tokens,
@@ -224,12 +224,13 @@ class Flow:
             mode=str(passage.rule.mode),
             depth=depth,
             signals=passage.signals,
-            wait_s=done.wait_s - self._before.wait_s,
-            bytes_streamed=done.bytes_streamed - self._before.bytes_streamed,
+            wait_s=done.wait_s - before.wait_s,
+            bytes_streamed=done.bytes_streamed - before.bytes_streamed,
             seconds=time.perf_counter() - self._opened_s,
             margin=passage.margin,
-            misses=done.misses - self._before.misses,
-            wasted_bytes=done.wasted_bytes - self._before.wasted_bytes,
+            misses=done.misses - before.misses,
+            wasted_bytes=done.wasted_bytes - before.wasted_bytes,
+            copy_s=done.copy_s - before.copy_s,
         )
         self.trace.append(record)
         if self.generation is not None:
@@ -243,10 +244,11 @@ class _Counters(NamedTuple):
     bytes_streamed: int
     wasted_bytes: int
     misses: int
+    copy_s: float
 
     @classmethod
     def of(cls, store: Store) -> _Counters:
-        return cls(store.wait_s, store.bytes_streamed, store.wasted_bytes, store.misses)
+        return cls(store.wait_s, store.bytes_streamed, store.wasted_bytes, store.misses, store.copy_s)
 
 
 def _depth(passage: Passage) -> int:

@@ -53,7 +53,7 @@ def open_streaming(plan: Plan, disk: DiskTier, layouts: list[Layout]) -> Streami
     )
     if not layers:
         return Streaming(slots, None, {}, None, None, lambda: 0)
-    prefetcher = _prefetcher(plan.config, len(layouts))
+    prefetcher = make_prefetcher(plan.config, len(layouts))
     if plan.device.type == "cpu":
         sizes = {layer: disk.stored_bytes(layer) for layer in layers}
         return Streaming(slots, CpuLink(disk, slots), sizes, prefetcher, None, lambda: disk.reader.nbytes)
@@ -107,12 +107,14 @@ def layers_to_hold(sizes: Mapping[int, int], budget_bytes: int) -> list[int]:
     return held
 
 
-def _prefetcher(config: RiverConfig, num_layers: int) -> Prefetcher:
+def make_prefetcher(config: RiverConfig, num_layers: int) -> Prefetcher:
+    """What decides for the link, of the kind that `config` asks for; it has learned nothing yet."""
     kind = next(kind for kind in KINDS if kind == config.prefetch)
+    learner = "next" if kind == "oracle" else kind  # an oracle is told, with each forced run
 
     def forecast_for(tau: float | None) -> Forecast:
         if tau is None:
             return Known(num_layers, num_layers)
-        return forecast_of(kind, num_layers, tau=tau, min_exit=config.min_exit)
+        return forecast_of(learner, num_layers, tau=tau, min_exit=config.min_exit)
 
     return Prefetcher(kind, forecast_for, tau=config.tau)

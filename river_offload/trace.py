@@ -48,6 +48,8 @@ class PassageRecord:
     """Layers that were needed and not there: waited for, or left for the river."""
     wasted_bytes: int = 0
     """Bytes known by now to have come in vain: overwritten unused, or called off half-way."""
+    copy_s: float | None = None
+    """Seconds in which the link was copying since the passage before; None in traces that do not know."""
     accepted: int = 0
     """Drafted tokens a row that this check kept; it looked at new_tokens - 1 of them."""
     decided: int = 0
@@ -138,6 +140,19 @@ class Trace:
         return cls(header["num_layers"], about)
 
 
+@dataclass
+class Account:
+    """What the last generate did, filled while it runs. Times in seconds."""
+
+    mode: str = ""
+    tau: float = 0.0
+    prompt_tokens: int = 0
+    new_tokens: int = 0
+    records: list[PassageRecord] = field(default_factory=list)
+    seconds: float = 0.0
+    peak_device_bytes: int = 0
+
+
 def checking_figures(records: Sequence[PassageRecord], num_layers: int, new_tokens: int) -> dict[str, Any]:
     """What one generation asked of the backbone after its prompt; shares and means are None where there is nothing.
 
@@ -193,6 +208,7 @@ _EXPECTED: dict[str, tuple[str, Callable[[object], bool]]] = {
     "mode": ("the name of a mode", lambda value: isinstance(value, str)),
     "signals": ("a list of numbers", _is_signals),
     "wait_s": ("a number of seconds", _is_number),
+    "copy_s": ("a number of seconds or nothing", lambda value: value is None or _is_number(value)),
     "seconds": ("a number of seconds", _is_number),
 }
 """What a field of a record holds, where it is no count."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import threading
+import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +18,7 @@ from families import both, budget_for, load_tiny, logits_of_steps, poison_slots,
 
 from river_offload import streaming
 from river_offload.checkpoint.safetensors_files import Checkpoint
-from river_offload.errors import LinkError, RiverError
+from river_offload.errors import LinkError, RiverError, UsageError
 from river_offload.store import files
 from river_offload.store.layout import Layout
 from river_offload.store.ring import CHUNK_BYTES, RING_BUFFERS, RING_BYTES
@@ -155,6 +156,58 @@ def test_early_exits_in_the_steady_state_stream_nothing(
     steady = model.river.trace.records[5:]
     assert {(r.misses, r.wait_s) for r in steady} == {(0, 0.0)}
     assert sum(r.bytes_streamed for r in steady) == 0
+
+
+def test_an_oracle_is_told_the_forced_depths_and_nothing_else(
+    checkpoint: Callable[..., Path], open_river: Callable[..., Any]
+) -> None:
+    budget = budget_for(checkpoint("llama"), 1, slots=2)
+    model = open_river("llama", budget=budget, prefetch="oracle", slots=2)
+    depths, ids = (5, 1, 1, 2, 1), tokens(14)
+    with pytest.raises(UsageError, match="prefetch=oracle knows no exits but forced ones"):
+        model(ids)
+    with model.river.using(depths=depths):
+        assert model.river.store.pace is not None
+        found = logits_of_steps(model, ids, 10, model.river.new_cache())
+    records = model.river.trace.records
+    assert [record.depth for record in records] == list(depths)
+    # Once layer 1 is there, no passage needs another.
+    assert records[-1].bytes_streamed == 0 and sum(record.misses for record in records[2:]) <= 1
+    with pytest.raises(UsageError, match="prefetch=oracle"):
+        model(ids)
+    other = open_river("llama", budget=budget, prefetch="none", slots=2)
+    with other.river.using(depths=depths):
+        expected = logits_of_steps(other, ids, 10, other.river.new_cache())
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(found, expected, strict=True))
+
+
+def test_records_tell_how_long_the_link_was_copying(
+    checkpoint: Callable[..., Path], open_river: Callable[..., Any]
+) -> None:
+    model = open_river("llama", mode="backbone", budget=budget_for(checkpoint("llama"), 1, mode="backbone"))
+    logits_of_steps(model, tokens(14), 10, model.river.new_cache())
+    records = model.river.trace.records
+    assert all(record.copy_s is not None and record.copy_s > 0 for record in records)
+    link_s = model.river.store.copy_s
+    assert 0 < sum(record.copy_s for record in records) <= link_s
+    resident = open_river("llama", mode="backbone")
+    resident(tokens(14))
+    assert [record.copy_s for record in resident.river.trace.records] == [0.0]
+
+
+def test_a_limited_link_brings_no_more_than_it_may(
+    checkpoint: Callable[..., Path], open_river: Callable[..., Any]
+) -> None:
+    limit = 2_000_000
+    budget = budget_for(checkpoint("llama"), 1, mode="backbone")
+    model = open_river("llama", mode="backbone", budget=budget, link_limit=limit)
+    started_s = time.perf_counter()
+    model(tokens(14))
+    (record,) = model.river.trace.records
+    landed_bytes = record.bytes_streamed - record.wasted_bytes
+    assert 0 < landed_bytes <= limit * (time.perf_counter() - started_s)
+    assert record.copy_s >= 0.9 * landed_bytes / limit
+    model.river.close()  # ends at once, whatever is held back
 
 
 # Faults. After each the next generate works and computes what it should.

@@ -94,13 +94,11 @@ class ModelOptions:
         float | None,
         _option("--tau", "T", "River", "Leave the backbone when the exit signal passes this.", RiverConfig.tau),
     ] = None
-    draft: Annotated[
-        str | None,
-        _option("--draft", "N", "River", "Tokens drafted before a check: a number or adaptive.", "by the mode"),
-    ] = None
+    draft: Annotated[str | None, _option("--draft", "N", "River", "Tokens to draft before a check, or adaptive.")] = (
+        None
+    )
     gate: Annotated[
-        float | None,
-        _option("--gate", "G", "River", "Mode gated asks the backbone up to this margin, 0 to 1.", DEFAULT_GATE),
+        float | None, _option("--gate", "G", "River", "Mode gated asks up to this margin, 0 to 1.", DEFAULT_GATE)
     ] = None
     min_exit: Annotated[
         int | None,
@@ -131,7 +129,11 @@ class ModelOptions:
     ] = None
     prefetch: Annotated[
         str | None,
-        _option("--prefetch", "KIND", "Memory", "Ahead of need: none, next or predicted.", RiverConfig.prefetch),
+        _option("--prefetch", "KIND", "Memory", "Ahead of need: none, next, predicted, oracle.", RiverConfig.prefetch),
+    ] = None
+    link_limit: Annotated[
+        str | None,
+        _option("--link-limit", "SIZE", "Memory", "Bytes a second from disk at most: act a slower disk.", "no limit"),
     ] = None
     on_miss: Annotated[
         str | None,
@@ -159,7 +161,7 @@ class ModelOptions:
         flag("--trust-remote-code", panel="Memory", help="Run code that the checkpoint brings along."),
     ] = False
 
-    def check(self) -> None:
+    def check(self, *, depths_forced: bool = False) -> None:
         """Raises UsageError for a value that `load` would refuse and for an option that cannot take effect."""
         mode = self.parsed_mode()
         for name, value in (("--tau", self.tau), ("--min-exit", self.min_exit)):
@@ -168,8 +170,11 @@ class ModelOptions:
         for name, value in (("--bits", self.bits), ("--group-size", self.group_size)):
             if value is not None and mode.kind == "backbone":
                 raise UsageError(f"{name} has no effect in mode backbone, which has no river: leave it out")
-        if self.prefetch is not None and mode.kind == "quantized":
-            raise UsageError("--prefetch has no effect in mode quantized, which streams nothing: leave it out")
+        for name, given in (("--prefetch", self.prefetch), ("--link-limit", self.link_limit)):
+            if given is not None and mode.kind == "quantized":
+                raise UsageError(f"{name} has no effect in mode quantized, which streams nothing: leave it out")
+        if self.prefetch == "oracle" and mode.kind == "exit" and not depths_forced:
+            raise UsageError("--prefetch oracle knows forced exits alone: give it bench --depths, or use predicted")
         RiverConfig.from_options(model="demo", **self.load_arguments())
 
     def parsed_mode(self) -> Mode:
@@ -184,7 +189,7 @@ class ModelOptions:
         quant = {name: getattr(self, name) for name in ("bits", "group_size") if getattr(self, name) is not None}
         names = (
             *("mode", "tau", "min_exit", "head_bits", "budget", "context", "slots", "prefetch", "on_miss"),
-            *("draft", "gate", "device", "dtype", "cache_dir"),
+            *("link_limit", "draft", "gate", "device", "dtype", "cache_dir"),
         )
         given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         if quant:

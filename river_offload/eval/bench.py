@@ -22,6 +22,7 @@ from policies.depths import Depths, ListedDepths, looks_like_file, parse_depths,
 from river_offload.config import RiverConfig
 from river_offload.errors import UsageError
 from river_offload.eval.ceilings import READERS, Span, disk_read_rate, host_to_device_rate, memory_read_rate
+from river_offload.eval.replay import Circumstances, replay
 from river_offload.loading import load_config
 from river_offload.planning.plan import Plan, make_plan
 from river_offload.progress import Progress, Silent
@@ -126,15 +127,36 @@ def bench(
         plan.checkpoint.close()
     model = load_config(config, progress)
     try:
-        model.river.trace.about.update(_about(config, request))
+        model.river.trace.about["depths"] = None if request.depths is None else str(request.depths)
         try:
             run = measure(model, request, forced, progress)
         finally:
             if trace is not None:
                 model.river.trace.write_jsonl(trace)
-        return result(ceilings, run, described(model, request))
+        figures = result(ceilings, run, described(model, request))
+        return figures | {"simulated": _simulated(model, plan, ceilings, run)}
     finally:
         model.river.close()
+
+
+def _simulated(model: PreTrainedModel, plan: Plan, ceilings: Ceilings, run: Run) -> dict[str, Any] | None:
+    """The run beside its replay (see `eval.replay`); None when nothing is streamed, and in modes that draft: the
+    simulator takes every passage for a token."""
+    river, link = model.river, ceilings.link_bytes_per_s
+    if link is None or river.store.pace is None or river.drafts:
+        return None
+    spans, layers = streamed_spans(plan), len(plan.placement.streamed_layers)
+    limit = river.config.link_limit
+    circumstances = Circumstances(
+        config=river.config,
+        placement=river.placement,
+        num_layers=river.num_layers,
+        layer_bytes=sum(span.nbytes for span in spans) // layers,
+        link_bytes_per_s=link if limit is None else min(link, limit),
+        link_abortable=river.store.abortable,
+        pace=river.store.pace,
+    )
+    return replay(river.trace.records, len(run.records), run.seconds, circumstances)
 
 
 def forced_depths(request: Request, num_layers: int, min_exit: int) -> tuple[int, ...] | None:
@@ -298,21 +320,11 @@ def _greedy_to_the_end() -> GenerationConfig:
 
 def _copy_s(records: Sequence[PassageRecord], nbytes: int, link: float | None) -> float | None:
     """Seconds that the link was copying: as the records say, else what the bytes take at its raw rate."""
-    if all(hasattr(record, "copy_s") for record in records):
-        return _sum_of("copy_s", records) or None
+    if all(record.copy_s is not None for record in records):
+        return sum(record.copy_s or 0.0 for record in records) or None
     return nbytes / link if link and nbytes else None
 
 
 def _sum_of(name: str, records: Sequence[PassageRecord]) -> Any:
     """The sum of a figure that older traces do not have: nothing was fetched ahead then, and nothing in vain."""
     return sum(getattr(record, name, 0) for record in records)
-
-
-def _about(config: RiverConfig, request: Request) -> dict[str, Any]:
-    return {
-        "model": config.model,
-        "mode": config.mode,
-        "tau": config.tau,
-        "min_exit": config.min_exit,
-        "depths": None if request.depths is None else str(request.depths),
-    }

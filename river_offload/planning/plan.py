@@ -143,6 +143,8 @@ def _device(config: RiverConfig) -> torch.device:
         if not torch.cuda.is_available():
             raise UsageError(f"device {name!r}: this torch has no GPU ({torch.__version__}); use device='cpu'")
         device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
+        if config.link_limit is not None:
+            raise UsageError("link_limit has an effect on CPU alone: leave it out, or use device='cpu'")
     elif config.host_budget is not None:
         raise UsageError("host_budget has no effect on CPU, where the device is RAM: give budget alone")
     return device

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import NamedTuple
 
 GUESSED_LAYER_S = 0.4
 """A layer of an 8B model (416 MiB) from an ordinary NVMe disk, until the link's own pace is known."""
@@ -14,6 +15,17 @@ _NEWEST = 0.2
 """Weight of the newest measurement."""
 _WORTH_MEASURING = 0.25
 """Layers moved before the link's pace is looked at again."""
+
+
+class Costs(NamedTuple):
+    """Seconds, for a passage of some size."""
+
+    backbone_s: float
+    """One backbone layer."""
+    river_s: float
+    """One river layer."""
+    outside_s: float
+    """What is outside the layers, per passage of one token."""
 
 
 class Pace:
@@ -28,7 +40,7 @@ class Pace:
         self._moved = (0.0, 0.0)
         self._backbone_s: dict[int, float] = {}
         self._river_s: dict[int, float] = {}
-        self._outside_s = 0.0
+        self._outside_s: float | None = None
         self._size = 1
         self._since_s: float | None = None
         self._closed_s: float | None = None
@@ -43,9 +55,15 @@ class Pace:
         """Seconds from one backbone layer to the next in a passage of this size."""
         return _nearest(self._backbone_s, self._size, self.link_s / GUESSED_RATIO)
 
+    def costs_of(self, new_tokens: int) -> Costs:
+        """What was learned of passages of about so many tokens a row."""
+        size = new_tokens.bit_length()
+        backbone_s = _nearest(self._backbone_s, size, self.link_s / GUESSED_RATIO)
+        return Costs(backbone_s, _nearest(self._river_s, size, backbone_s / 4), self._outside_s or 0.0)
+
     def rest_s(self, river_layers: int) -> float:
         """Seconds from the exit to the next passage: the river, the head, sampling, the embedding."""
-        return river_layers * _nearest(self._river_s, self._size, self.backbone_s / 4) + self._outside_s
+        return river_layers * _nearest(self._river_s, self._size, self.backbone_s / 4) + (self._outside_s or 0.0)
 
     def linked(self, layers: float, seconds: float) -> None:
         """What the link says that it moved in all, and how long it was at it."""

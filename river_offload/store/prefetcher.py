@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from policies.forecast import Forecast
+from policies.forecast import Forecast, Known, Oracle
 from policies.prefetch import Decision, Kind, Snapshot, decide
+from river_offload.errors import UsageError
 from river_offload.store.pace import Pace
 from river_offload.store.transfers import Transfers
 
@@ -37,12 +38,16 @@ class Prefetcher:
         self._forecast_for = forecast_for
         self.forecast = forecast_for(tau)
         self._forecasts: dict[float | None, Forecast] = {tau: self.forecast}
+        self._foretold: Oracle | None = None
+
+    def foretell(self, depths: Sequence[int] | None) -> None:
+        """The depths of the coming passages, where they are forced; None when they no longer are. Kind `oracle` alone
+        looks at them: to the others a forced exit comes as a surprise, as any other does."""
+        self._foretold = None if depths is None else Oracle(self.forecast.num_layers, depths)
 
     def opened(self, new_tokens: int, margin: float | None, known_depth: int | None, tau: float | None) -> None:
-        """A passage begins (see `Forecast.begin`)."""
-        if tau not in self._forecasts:
-            self._forecasts[tau] = self._forecast_for(tau)
-        self.forecast = self._forecasts[tau]
+        """A passage begins (see `Forecast.begin`). Raises UsageError for an oracle that was told nothing."""
+        self.forecast = self._oracle(known_depth) if self.kind == "oracle" and tau is not None else self._learned(tau)
         self.forecast.begin(new_tokens, margin, known_depth)
         self.pace.opened(new_tokens)
 
@@ -74,6 +79,21 @@ class Prefetcher:
     def broken_off(self) -> None:
         """The passage failed or was interrupted."""
         self.pace.broken_off()
+
+    def _learned(self, tau: float | None) -> Forecast:
+        if tau not in self._forecasts:
+            self._forecasts[tau] = self._forecast_for(tau)
+        return self._forecasts[tau]
+
+    def _oracle(self, known_depth: int | None) -> Forecast:
+        if self._foretold is not None:
+            return self._foretold
+        if known_depth is None:
+            raise UsageError(
+                "prefetch=oracle knows no exits but forced ones: force them (bench --depths, river.using(depths=...)) "
+                "or use prefetch=predicted"
+            )
+        return Known(self.forecast.num_layers, known_depth)
 
     def _act(self, depth: int, transfers: Transfers, until_next_s: float) -> None:
         transfers.poll()

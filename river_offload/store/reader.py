@@ -85,6 +85,9 @@ class Reader:
     Args:
         threads: how many read at once.
         largest_bytes: of the ranges to read, if that is known.
+
+    Attributes:
+        limit: bytes a second that land at most; None for as many as the disk gives.
     """
 
     def __init__(self, threads: int = THREADS, largest_bytes: int = PIECE_BYTES) -> None:
@@ -95,6 +98,8 @@ class Reader:
         self._changed = threading.Condition()
         self._lanes: tuple[deque[Ticket], deque[Ticket]] = (deque(), deque())  # urgent, others
         self._closed = False
+        self.limit: int | None = None
+        self._due_s = 0.0
         self._flying = 0
         self._moved_bytes = 0
         self._busy_s = 0.0
@@ -180,12 +185,28 @@ class Reader:
             f"{piece.span.file.path}: a reader thread died at byte {piece.span.offset + piece.start}; try again"
         )
         try:
+            due_s = self._due(piece)
             piece.bring(buffer)
+            self._hold_back(due_s)
             failure = None
         except LinkError as error:
             failure = error
         finally:
             self._landed(ticket, piece, failure)
+
+    def _due(self, piece: Piece) -> float:
+        """When the piece may land at the earliest. Pieces share the limit in the order in which they are begun."""
+        if (limit := self.limit) is None:
+            return 0.0
+        with self._changed:
+            self._due_s = max(self._due_s, time.perf_counter()) + piece.nbytes / limit
+            return self._due_s
+
+    def _hold_back(self, due_s: float) -> None:
+        """Wait for that time, or for close()."""
+        with self._changed:
+            while not self._closed and (left_s := due_s - time.perf_counter()) > 0:
+                self._changed.wait(left_s)
 
     def _next(self) -> tuple[Ticket, Piece] | None:
         """The piece to bring in next, as soon as there is one; None when the reader closes."""

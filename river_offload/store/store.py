@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from torch import nn
 
 from river_offload.errors import RiverError
 from river_offload.store.link import Link
+from river_offload.store.pace import Pace
 from river_offload.store.prefetcher import Prefetcher
 from river_offload.store.slots import Slots
 from river_offload.store.transfers import Transfers
@@ -28,6 +29,7 @@ class Store:
         prefetcher: decides what the link does; None when nothing is streamed.
 
     Attributes:
+        prefetcher: as given; another may take its place between passages.
         wait_s: seconds that computation stood still for layers.
         misses: layers that were asked for and not there.
         closed: no streamed layer can be had any more.
@@ -46,7 +48,7 @@ class Store:
         self._slots = slots
         self._link = link
         self._transfers = None if link is None else Transfers(streamed, len(slots), link)
-        self._prefetcher = prefetcher
+        self.prefetcher = prefetcher
         self._lent: dict[int, int] = {}
         self.wait_s = 0.0
         self.misses = 0
@@ -61,6 +63,21 @@ class Store:
     def wasted_bytes(self) -> int:
         """Of those, what was overwritten before it was used, or called off half-way."""
         return 0 if self._transfers is None else self._transfers.wasted_bytes
+
+    @property
+    def copy_s(self) -> float:
+        """Seconds in which the link was copying, whether or not anybody waited for it."""
+        return 0.0 if self._link is None else self._link.moved()[1]
+
+    @property
+    def pace(self) -> Pace | None:
+        """How long things take here, as learned so far; None when nothing is streamed."""
+        return None if self.prefetcher is None else self.prefetcher.pace
+
+    @property
+    def abortable(self) -> bool:
+        """Can a fetch that has started still be called off?"""
+        return self._link is not None and self._link.abortable
 
     def present(self, depth: int) -> bool:
         """Can the layer at `depth` be had at once?"""
@@ -78,20 +95,20 @@ class Store:
     def acquire(self, depth: int) -> nn.Module:
         """Bring the layer in if it is not there and lend it. Raises LinkError when its bytes cannot be read."""
         layer = self._backbone[depth]
-        if self._transfers is None or self._prefetcher is None:
+        if self._transfers is None or self.prefetcher is None:
             return layer
         if depth in self._streamed:
             if self.closed:
                 raise RiverError(f"backbone layer {depth} was asked for after close(): load the model again")
             self.misses += not self.present(depth)
         if not self.closed:
-            self._prefetcher.acquiring(depth, self._transfers)
+            self.prefetcher.acquiring(depth, self._transfers)
         if depth in self._streamed:
             slot, waited_s = self._transfers.take(depth)
             self.wait_s += waited_s
             self._lent[depth] = slot
             _bind(layer, self._slots.parameters(depth, slot))
-        self._prefetcher.acquired()
+        self.prefetcher.acquired()
         return layer
 
     def release(self, depth: int) -> None:
@@ -105,26 +122,31 @@ class Store:
         self._transfers.release(slot, forget=self._slots.poison_on_release)
         del self._lent[depth]  # last: what an interrupt cuts short is done again by broken_off
 
+    def foretell(self, depths: Sequence[int] | None) -> None:
+        """The depths of the coming passages, where they are forced; None when they no longer are."""
+        if self.prefetcher is not None:
+            self.prefetcher.foretell(depths)
+
     def opened(self, new_tokens: int, margin: float | None, known_depth: int | None, tau: float | None) -> None:
         """A passage begins: its new tokens a row, the last token's margin, its depth if its mode fixes that, and the
         exit threshold, None where drafts and checks take turns."""
-        if self._prefetcher is not None:
-            self._prefetcher.opened(new_tokens, margin, known_depth, tau)
+        if self.prefetcher is not None:
+            self.prefetcher.opened(new_tokens, margin, known_depth, tau)
 
     def observed(self, layers_run: int, signal: float) -> None:
         """The exit signal after `layers_run` layers."""
-        if self._prefetcher is not None:
-            self._prefetcher.observed(layers_run, signal)
+        if self.prefetcher is not None:
+            self.prefetcher.observed(layers_run, signal)
 
     def left(self, depth: int, *, censored: bool = False) -> None:
         """The passage ran `depth` backbone layers and needs no more; `censored`: it would have, had they been there."""
-        if self._prefetcher is not None and self._transfers is not None and not self.closed:
-            self._prefetcher.left(depth, self._transfers, censored=censored)
+        if self.prefetcher is not None and self._transfers is not None and not self.closed:
+            self.prefetcher.left(depth, self._transfers, censored=censored)
 
     def passed(self, river_layers: int) -> None:
         """The passage is over, after so many layers on the river."""
-        if self._prefetcher is not None:
-            self._prefetcher.closed(river_layers)
+        if self.prefetcher is not None:
+            self.prefetcher.closed(river_layers)
 
     @property
     def lends(self) -> bool:
@@ -137,8 +159,8 @@ class Store:
             self.release(depth)
         if self._transfers is not None and not self.closed:
             self._transfers.reset()
-        if self._prefetcher is not None:
-            self._prefetcher.broken_off()
+        if self.prefetcher is not None:
+            self.prefetcher.broken_off()
 
     def close(self) -> None:
         """Stop the link and forget the slots. May be called twice."""

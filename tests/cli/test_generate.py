@@ -370,7 +370,9 @@ def test_streaming_options_that_cannot_take_effect_are_refused(stub, runner):
     for given, words in (
         (["--mode", "quantized", "--prefetch", "next"], "--prefetch has no effect in mode quantized"),
         (["--mode", "backbone", "--on-miss", "exit"], "--on-miss exit has no effect in mode backbone"),
-        (["--prefetch", "oracle"], "none or next or predicted"),
+        (["--mode", "quantized", "--link-limit", "1GB"], "--link-limit has no effect in mode quantized"),
+        (["--prefetch", "all"], "none or next or predicted or oracle"),
+        (["--prefetch", "oracle"], "--prefetch oracle knows forced exits alone"),
     ):
         done = runner.invoke(app, ["generate", "demo", "--prompt", "a", *given])
         assert done.exit_code == 2

@@ -3,7 +3,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -67,8 +66,8 @@ def test_a_run_without_streaming_has_no_link_figures() -> None:
 
 
 def test_what_newer_records_say_of_the_link_is_used() -> None:
-    told = SimpleNamespace(depth=1, wait_s=1.0, bytes_streamed=2**30, copy_s=4.0, wasted_bytes=5, misses=2)
-    figures = result(Ceilings(1e10, GIB_PER_S), Run([told, told], [1.0, 1.0], 0.5, report()), {})  # type: ignore[list-item]
+    told = record(1, wait_s=1.0, bytes_streamed=2**30, copy_s=4.0, wasted_bytes=5, misses=2)
+    figures = result(Ceilings(1e10, GIB_PER_S), Run([told, told], [1.0, 1.0], 0.5, report()), {})
     assert (figures["hidden_copy_share"], figures["wasted_bytes"], figures["misses"]) == (0.75, 10, 4)
 
 

@@ -146,6 +146,11 @@ def test_idle_slots_refill_with_the_first_layers_in_order() -> None:
     assert decide(left((8, 3, 9, None), until_next_s=0.0), "predicted") == Decision()
 
 
+def test_a_running_refill_is_left_alone_even_when_the_next_decision_is_due_at_once() -> None:
+    running = left((4, 3, None), until_next_s=0.0, queue=((2, 2),), started=1, busy_s=0.6, abortable=True)
+    assert decide(running, "predicted") == Decision()
+
+
 def test_a_refill_does_not_stand_in_the_way_of_this_passage() -> None:
     def decision(probability: float, **changes: object) -> Decision:
         rows = (row(1, 1, 1, 1, probability, 0), row(0.5, 0.3, 0.2, 0.1, 0))

@@ -99,6 +99,7 @@ class Rig:
             queue_copies(self.cuda, patch)
         forecast = forecast_of(kind, layers, depths=oracle)
         self.prefetcher = Prefetcher(kind, lambda tau: forecast)
+        self.prefetcher.foretell(oracle)
         sizes = dict.fromkeys(streamed, layout.nbytes)
         self.store = Store(self._modules(resident), sizes, self.slots, self.link, self.prefetcher)
 
