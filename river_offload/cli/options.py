@@ -94,9 +94,7 @@ class ModelOptions:
         float | None,
         _option("--tau", "T", "River", "Leave the backbone when the exit signal passes this.", RiverConfig.tau),
     ] = None
-    draft: Annotated[str | None, _option("--draft", "N", "River", "Tokens to draft before a check, or adaptive.")] = (
-        None
-    )
+    draft: Annotated[str | None, _option("--draft", "N", "River", "Tokens drafted a check, or adaptive.")] = None
     gate: Annotated[
         float | None, _option("--gate", "G", "River", "Mode gated asks up to this margin, 0 to 1.", DEFAULT_GATE)
     ] = None
