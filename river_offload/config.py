@@ -193,8 +193,10 @@ class RiverConfig:
             check_option("gate", self.gate)
             if "gated" not in kinds:
                 raise UsageError(f"gate has no effect in mode {self.mode}: only mode gated looks at it")
-        if self.prefetch == "predicted" and kinds <= {"lossless", "gated"}:
-            raise UsageError(f"prefetch=predicted has no effect in mode {self.mode}: what comes is known, use next")
+        if self.prefetch in ("predicted", "oracle") and kinds <= {"lossless", "gated"}:
+            raise UsageError(
+                f"prefetch={self.prefetch} has no effect in mode {self.mode}: what comes is known, use next"
+            )
 
     @property
     def give_back(self) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,24 +20,7 @@ from river_offload.kv.cache import SharedCache
 from river_offload.passage import Flow
 from river_offload.progress import Progress
 from river_offload.store.store import Store
-from river_offload.trace import PassageRecord, Trace, checking_figures
-
-
-@dataclass
-class Account:
-    """What the last generate did, filled while it runs. Times in seconds."""
-
-    mode: str = ""
-    tau: float = 0.0
-    prompt_tokens: int = 0
-    new_tokens: int = 0
-    records: list[PassageRecord] = field(default_factory=list)
-    seconds: float = 0.0
-    peak_device_bytes: int = 0
-    peak_categories: dict[str, int] = field(default_factory=dict)
-    """Those bytes by the names of a plan."""
-    held: dict[str, int] = field(default_factory=dict)
-    """Device bytes by category in the passage under way, or in the last one. Replaced, never changed."""
+from river_offload.trace import Account, PassageRecord, Trace, checking_figures
 
 
 class River:

@@ -140,6 +140,23 @@ class Trace:
         return cls(header["num_layers"], about)
 
 
+@dataclass
+class Account:
+    """What the last generate did, filled while it runs. Times in seconds."""
+
+    mode: str = ""
+    tau: float = 0.0
+    prompt_tokens: int = 0
+    new_tokens: int = 0
+    records: list[PassageRecord] = field(default_factory=list)
+    seconds: float = 0.0
+    peak_device_bytes: int = 0
+    peak_categories: dict[str, int] = field(default_factory=dict)
+    """Those bytes by the names of a plan."""
+    held: dict[str, int] = field(default_factory=dict)
+    """Device bytes by category in the passage under way, or in the last one. Replaced, never changed."""
+
+
 def checking_figures(records: Sequence[PassageRecord], num_layers: int, new_tokens: int) -> dict[str, Any]:
     """What one generation asked of the backbone after its prompt; shares and means are None where there is nothing.
 

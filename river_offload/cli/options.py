@@ -105,13 +105,9 @@ class ModelOptions:
         float | None,
         _option("--tau", "T", "River", "Leave the backbone when the exit signal passes this.", RiverConfig.tau),
     ] = None
-    draft: Annotated[
-        str | None,
-        _option("--draft", "N", "River", "Tokens drafted before a check: a number or adaptive.", "by the mode"),
-    ] = None
+    draft: Annotated[str | None, _option("--draft", "N", "River", "Tokens drafted a check, or adaptive.")] = None
     gate: Annotated[
-        float | None,
-        _option("--gate", "G", "River", "Mode gated asks the backbone up to this margin, 0 to 1.", DEFAULT_GATE),
+        float | None, _option("--gate", "G", "River", "Mode gated asks up to this margin, 0 to 1.", DEFAULT_GATE)
     ] = None
     min_exit: Annotated[
         int | None,

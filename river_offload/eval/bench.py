@@ -140,9 +140,10 @@ def bench(
 
 
 def _simulated(model: PreTrainedModel, plan: Plan, ceilings: Ceilings, run: Run) -> dict[str, Any] | None:
-    """The run beside its replay (see `eval.replay`); None when nothing is streamed."""
+    """The run beside its replay (see `eval.replay`); None when nothing is streamed, and in modes that draft: the
+    simulator takes every passage for a token."""
     river, link = model.river, ceilings.link_bytes_per_s
-    if link is None or river.store.pace is None:
+    if link is None or river.store.pace is None or river.drafts:
         return None
     spans, layers = streamed_spans(plan), len(plan.placement.streamed_layers)
     limit = river.config.link_limit
