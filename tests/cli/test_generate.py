@@ -15,7 +15,8 @@ from river_offload.errors import BudgetError, CheckpointError
 FIELDS = [
     "text", "prompt_tokens", "new_tokens", "mode", "tau", "num_layers", "mean_depth", "depths", "prefill_depth",
     "prefill", "seconds", "tokens_per_s", "bytes_streamed", "backbone_passes", "drafted", "accepted",
-    "tokens_per_backbone_pass", "bytes_per_token", "checked_share", "peak_device_bytes", "budget_bytes", "placement", "kernel",
+    "tokens_per_backbone_pass", "bytes_per_token", "checked_share", "peak_device_bytes", "budget_bytes", "placement",
+    "kernel",
 ]  # fmt: skip
 
 
