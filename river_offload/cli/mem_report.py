@@ -34,6 +34,8 @@ def plan_report(plan: Mapping[str, Any], console: Console | None = None) -> None
     console.print(table)
     for line in (layers_line(plan["placement"]), *_rest(plan)):
         console.print(line, soft_wrap=True)
+    if plan["kv_alternatives"] is not None:
+        console.print(cache_table(plan))
 
 
 def layers_line(placement: Mapping[str, Any]) -> Text:
@@ -67,12 +69,30 @@ def _rest(plan: Mapping[str, Any]) -> list[str]:
     return lines
 
 
+def cache_table(plan: Mapping[str, Any]) -> Table:
+    """Every kind of KV cache against resident layers, the fastest first."""
+    table = Table(box=None, pad_edge=False, title="kinds of KV cache, full, and what each leaves room for")
+    for heading in ("--kv-bits", "--kv-tier", "kv on the device", "elsewhere", "resident layers", "s a token"):
+        table.add_column(heading, justify="right")
+    for kind in plan["kv_alternatives"]:
+        seconds = kind["seconds_per_token"]
+        table.add_row(
+            str(kind["kv_bits"]),
+            kind["kv_tier"],
+            format_size(kind["kv_bytes"]),
+            format_size(kind["kv_host_bytes"]),
+            str(kind["resident_layers"]) if kind["fits"] else "does not fit",
+            "" if seconds is None else f"{seconds:.3f}",
+        )
+    return table
+
+
 def refusal_lines(refusal: Mapping[str, Any], plan: Mapping[str, Any]) -> list[str]:
     """What would fit."""
     remedies = [f"a budget of {format_size(refusal['needed_bytes'])} ({refusal['needed_bytes']} bytes)"]
     if refusal["largest_context"]:
         remedies.append(f"--context {refusal['largest_context']}")
-    for name in ("bits", "head_bits"):
+    for name in ("bits", "head_bits", "kv_bits"):
         if refusal[name]:
             remedies.append(f"--{name.replace('_', '-')} {refusal[name]}")
     return [

@@ -59,6 +59,13 @@ class SweepOptions:
     head_bits: Annotated[
         int, _option("--head-bits", "N", "Sweep", "Bits of an untied LM head. [dim]Default: 16.[/dim]")
     ] = RiverConfig.head_bits
+    kv_bits: Annotated[
+        int, _option("--kv-bits", "N", "Sweep", "Bits of a cached key or value: 16, 8 or 4. [dim]Default: 16.[/dim]")
+    ] = RiverConfig.kv_bits
+    kv_tier: Annotated[
+        str, _option("--kv-tier", "TIER", "Sweep", "Where the KV cache rests: device or host. [dim]Default: "
+                     f"{RiverConfig.kv_tier}.[/dim]")
+    ] = RiverConfig.kv_tier  # fmt: skip
     prefill_chunk: Annotated[
         int | None,
         _option("--prefill-chunk", "N", "Sweep", "Prompt tokens that a layer reads at once. [dim]Default: "
@@ -93,6 +100,8 @@ class SweepOptions:
             budget=self.budget,
             batch=self.batch,
             context=1,  # each row has its own; this one suits every model
+            kv_bits=self.kv_bits,
+            kv_tier=self.kv_tier,
             prefill_chunk=self.prefill_chunk,
             head_bits=self.head_bits,
             quant=QuantConfig(bits=self.bits, group_size=self.group_size),

@@ -22,6 +22,8 @@ def kv_needs(
     context: int,
     batch: int,
     modes: tuple[Mode, ...],
+    prefill_chunk: int | None = None,
+    give_back: int = 0,
     trust_remote_code: bool = False,
 ) -> list[KvNeeds]:
     """Each kind that has an effect on the model, measured by a dry run of its own (a second or so each).
@@ -29,6 +31,8 @@ def kv_needs(
     Args:
         config: the text config of the model.
         context, batch: tokens per row, rows.
+        prefill_chunk: tokens of a prompt that a layer reads at once; None for all of them.
+        give_back: tokens that the cache gives back at once (see `dry_run`).
     """
     found: list[KvNeeds] = []
     for kind in (PLAIN,) if only_windows(config) else KINDS:
@@ -38,7 +42,9 @@ def kv_needs(
             context=context,
             batch=batch,
             modes=modes,
+            prefill_chunk=prefill_chunk,
             kv_kind=kind,
+            give_back=give_back,
             trust_remote_code=trust_remote_code,
         )
         full_bytes = found[0].full_bytes if found else needs.kv_bytes

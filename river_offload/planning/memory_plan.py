@@ -11,17 +11,20 @@ from typing import Any
 
 import torch
 
+from policies.kv_choice import KvAlternative, weigh_kinds
 from policies.profiles import HardwareProfile
+from policies.simulate import Step
 from policies.types import Mode, Placement, Refusal
 from river_offload.config import RiverConfig, check_mode
 from river_offload.errors import UsageError
 from river_offload.memory.probes import MARGIN_SHARE, free_device_bytes
 from river_offload.planning.constants import device_constants
 from river_offload.planning.dry_run import Needs
+from river_offload.planning.kv_kinds import kv_needs
 from river_offload.planning.model_facts import ModelFacts, find_model
 from river_offload.planning.remedies import Remedies, find_remedies
 from river_offload.planning.sizes import Weighed, weigh, weigh_within
-from river_offload.planning.speed import Speed, estimate_speed
+from river_offload.planning.speed import Speed, estimate_speed, expected_depths
 from river_offload.progress import Progress, Silent
 from river_offload.quant.kernels import ordered
 from river_offload.quant.kernels.dense import Blocks
@@ -36,10 +39,12 @@ class HostNeeds:
     """Bytes of main memory beside a GPU; on a CPU, where the device is main memory, only what is mapped from files."""
 
     pinned_bytes: int
-    """Layers that wait for their turn, and the ring that those on disk come through. Pinned to the byte."""
+    """Layers that wait for their turn, the ring that those on disk come through, keys and values of tier host. Pinned
+    to the byte."""
     pageable_bytes: int
     file_backed_bytes: int
-    """An embedding that rests off the device is mapped from its file: the kernel keeps the rows in use."""
+    """An embedding that rests off the device is mapped from its file, and so, on a CPU, are keys and values of tier
+    host: the kernel keeps what is in use."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +68,8 @@ class MemoryPlan:
     constants: dict[str, int]
     remedies: Remedies | None
     """None when it fits."""
+    kv_alternatives: tuple[KvAlternative, ...] | None
+    """Every kind of KV cache against resident layers, the fastest first; None where no machine was named to time it."""
 
     @property
     def fits(self) -> bool:
@@ -100,6 +107,8 @@ class MemoryPlan:
                 "bits": config.quant.bits,
                 "group_size": config.quant.group_size,
                 "head_bits": config.head_bits,
+                "kv_bits": config.kv_bits,
+                "kv_tier": config.kv_tier,
                 "slots": config.slots,
                 "dtype": str(self.facts.dtype).removeprefix("torch."),
                 "device": self.device_type,
@@ -122,10 +131,14 @@ class MemoryPlan:
                 "slots": placement.slots,
                 "slot_bytes": placement.slot_bytes,
                 "embed_tier": placement.embed_tier,
+                "prefill_chunk": placement.prefill_chunk,
             },
             "seconds_per_token": self.speed.as_json(),
             "constants": self.constants,
             "refusal": None if self.remedies is None else self.remedies.as_json(),
+            "kv_alternatives": None
+            if self.kv_alternatives is None
+            else [_as_json(one) for one in self.kv_alternatives],
             "notes": list(self.facts.notes),
         }
 
@@ -182,7 +195,60 @@ def plan_for(
         speed=estimate_speed(weighed, placement, held, device_type, config, profile, mean_depth),
         constants=constants,
         remedies=remedies,
+        kv_alternatives=None
+        if profile is None
+        else _kv_alternatives(facts, weighed, budget_bytes, profile, mean_depth),
     )
+
+
+def _kv_alternatives(
+    facts: ModelFacts, weighed: Weighed, budget_bytes: int, profile: HardwareProfile, mean_depth: float | None
+) -> tuple[KvAlternative, ...]:
+    """What `policies.kv_choice` makes of every kind of cache, prompts being read in the chunks of the plan."""
+    config, modes = facts.config, _modes(facts)
+    device_type = "cuda" if profile.pinned_bytes_per_s else "cpu"
+    needs = kv_needs(
+        facts.structure.model.config,
+        _precision(facts, device_type),
+        context=config.context,
+        batch=config.batch,
+        modes=modes,
+        prefill_chunk=weighed.prefill_chunk,
+        give_back=config.give_back,
+        trust_remote_code=config.trust_remote_code,
+    )
+    depths = expected_depths(modes[0], config.min_exit, facts.structure.num_layers, mean_depth)
+    return tuple(
+        weigh_kinds(
+            weighed.sizes,
+            needs,
+            profile,
+            [Step(depth, known=modes[0].kind != "exit") for depth in depths],
+            mode=modes[0],
+            also_modes=modes[1:],
+            min_exit=config.min_exit,
+            budget_bytes=budget_bytes,
+            slots=config.slots,
+            tier="disk" if device_type == "cpu" else "host",
+            tau=config.tau,
+        )
+    )
+
+
+def _as_json(alternative: KvAlternative) -> dict[str, Any]:
+    needs, placement = alternative.needs, alternative.placement
+    fits = isinstance(placement, Placement)
+    return {
+        "kv_bits": needs.bits,
+        "kv_tier": needs.tier,
+        "kv_bytes": needs.kv_bytes,
+        "kv_host_bytes": needs.kv_host_bytes,
+        "fits": fits,
+        "resident_layers": len(placement.resident_layers) if isinstance(placement, Placement) else None,
+        "seconds_per_token": alternative.seconds_per_token,
+        "layers_s": alternative.layers_s,
+        "kv_s": alternative.kv_s,
+    }
 
 
 def weigh_facts(device_type: str, facts: ModelFacts, needs: Needs | None = None) -> tuple[Weighed, tuple[Mode, ...]]:
@@ -252,11 +318,15 @@ def _held_layers(config: RiverConfig, weighed: Weighed, placement: Placement, de
 
 def _host(weighed: Weighed, placement: Placement, held: tuple[int, ...], device_type: str) -> HostNeeds:
     sizes = weighed.sizes
+    kv_bytes = placement.kv_host_bytes
     on_disk = device_type != "cpu" and len(held) < len(placement.streamed_layers)
     return HostNeeds(
-        pinned_bytes=sum(sizes.backbone_bytes[layer] for layer in held) + (RING_BYTES if on_disk else 0),
+        pinned_bytes=sum(sizes.backbone_bytes[layer] for layer in held)
+        + (RING_BYTES if on_disk else 0)
+        + (kv_bytes if device_type != "cpu" else 0),
         pageable_bytes=0,
-        file_backed_bytes=0 if placement.embed_tier == "device" else sizes.embed_bytes,
+        file_backed_bytes=(0 if placement.embed_tier == "device" else sizes.embed_bytes)
+        + (kv_bytes if device_type == "cpu" else 0),
     )
 
 

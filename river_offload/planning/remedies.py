@@ -33,6 +33,8 @@ class Remedies:
     """Of the river: the most that fit, fewer than were asked for."""
     head_bits: int | None
     """The most that fit, fewer than were asked for."""
+    kv_bits: int | None
+    """The same for keys and values."""
     advice: tuple[str, ...]
 
     def as_json(self) -> dict[str, Any]:
@@ -53,6 +55,9 @@ def find_remedies(facts: ModelFacts, weighed: Weighed, refusal: Refusal, weigh: 
         looks = (_needed_bytes(other, weigh, needs) <= refusal.budget_bytes for needs in (weighed.needs, None))
         return all(looks)
 
+    def fits_with_another_cache(config: RiverConfig) -> bool:
+        return _needed_bytes(replace(facts, config=config), weigh) <= refusal.budget_bytes
+
     movable = {name: refusal.terms[name] for name in _movable(facts, weighed, refusal)}
     largest = max(movable, key=movable.__getitem__, default="")
     config = facts.config
@@ -63,6 +68,7 @@ def find_remedies(facts: ModelFacts, weighed: Weighed, refusal: Refusal, weigh: 
         largest_context=_largest_context(facts, refusal, weigh),
         bits=next((bits for bits, other in _fewer_bits(config, refusal) if fits(other)), None),
         head_bits=next((bits for bits, other in _fewer_head_bits(config, weighed) if fits(other)), None),
+        kv_bits=next((bits for bits, other in _fewer_kv_bits(config, refusal) if fits_with_another_cache(other)), None),
         advice=refusal.advice,
     )
 
@@ -111,6 +117,15 @@ def _fewer_bits(config: RiverConfig, refusal: Refusal) -> Iterator[tuple[int, Ri
     for bits in (4, 3, 2):
         if bits < config.quant.bits:
             yield bits, replace(config, quant=replace(config.quant, bits=bits))
+
+
+def _fewer_kv_bits(config: RiverConfig, refusal: Refusal) -> Iterator[tuple[int, RiverConfig]]:
+    """Only where the cache is large enough: at best it vanishes."""
+    if refusal.terms["kv"] <= refusal.needed_bytes - refusal.budget_bytes:
+        return
+    for bits in (8, 4):
+        if bits < config.kv_bits:
+            yield bits, replace(config, kv_bits=bits)
 
 
 def _fewer_head_bits(config: RiverConfig, weighed: Weighed) -> Iterator[tuple[int, RiverConfig]]:

@@ -10,7 +10,7 @@ from policies.depths import GeometricDepths
 from policies.prefetch import KINDS
 from policies.profiles import HardwareProfile, load_profile, setup_on
 from policies.simulate import Setup, Step, simulate
-from policies.types import Placement
+from policies.types import Mode, Placement
 from river_offload.config import RiverConfig
 from river_offload.errors import UsageError
 from river_offload.planning.sizes import Weighed
@@ -52,7 +52,7 @@ def estimate_speed(
 ) -> Speed:
     """Replay tokens whose depths are spread as a river's are. Raises UsageError for a mean that cannot be."""
     machine = profile or load_profile(ASSUMED_PROFILES[device_type])
-    depths = _depths(placement, weighed.sizes.num_layers, mean_depth)
+    depths = expected_depths(placement.mode, placement.min_exit, weighed.sizes.num_layers, mean_depth)
     setup = _setup(weighed, placement, held_layers, device_type, config, machine)
     kind = next(kind for kind in KINDS if kind == config.prefetch)
     steps = [Step(depth, known=placement.mode.kind != "exit") for depth in depths]
@@ -61,16 +61,19 @@ def estimate_speed(
     return Speed(result.seconds / _TOKENS, machine.name, profile is None, sum(depths) / len(depths))
 
 
-def _depths(placement: Placement, num_layers: int, mean_depth: float | None) -> Sequence[int]:
-    mode = placement.mode
+def expected_depths(mode: Mode, min_exit: int, num_layers: int, mean_depth: float | None) -> Sequence[int]:
+    """Depths of generated tokens: what the mode fixes, or spread around `mean_depth`, the paper's where that is None.
+
+    Raises UsageError for a mean that cannot be, or cannot take effect.
+    """
     if mode.kind != "exit":
         if mean_depth is not None:
             raise UsageError(f"mean_depth has no effect in mode {mode}, which fixes the depth of every token")
         return (len(mode.backbone_layers(num_layers)),) * _TOKENS
     if mean_depth is None:
-        mean_depth = min(max(PAPER_MEAN_DEPTH, placement.min_exit), num_layers)
+        mean_depth = min(max(PAPER_MEAN_DEPTH, min_exit), num_layers)
     try:
-        return GeometricDepths(mean_depth).draw(_TOKENS, num_layers, lowest=placement.min_exit)
+        return GeometricDepths(mean_depth).draw(_TOKENS, num_layers, lowest=min_exit)
     except ValueError as error:
         raise UsageError(f"mean_depth: {error}") from error
 
