@@ -154,8 +154,10 @@ def _interrupt(*_: Any, **__: Any) -> None:
     raise KeyboardInterrupt
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3", "phi3"])
-@pytest.mark.parametrize(("bits", "tier"), [(16, "device"), *KINDS])
+@pytest.mark.parametrize(
+    ("family", "bits", "tier"),
+    [("llama", 16, "device"), *(("llama", *kind) for kind in KINDS), ("gemma3", 8, "host"), ("phi3", 4, "device")],
+)
 def test_the_peak_stays_under_the_plan_and_the_cache_is_what_was_planned(
     family: str, bits: int, tier: str, checkpoint: Callable[..., Path], open_river: Open
 ) -> None:
@@ -182,7 +184,8 @@ def test_fewer_bits_and_the_host_leave_room_for_layers(checkpoint: Callable[...,
         kind: budget_for(directory, 0, mode="backbone", context=8192, kv_bits=kind[0], kv_tier=kind[1])
         for kind in [(16, "device"), (8, "device"), (4, "device"), (16, "host"), (4, "host")]
     }
-    assert needed[4, "host"] <= needed[16, "host"] < needed[4, "device"] < needed[8, "device"] < needed[16, "device"]
+    assert needed[16, "host"] < needed[4, "device"] < needed[8, "device"] < needed[16, "device"]
+    assert needed[4, "host"] < needed[4, "device"]  # but no less than 16 bits there: recent tokens stay on the device
 
 
 def test_what_cannot_combine_is_refused_by_name(open_river: Open) -> None:
