@@ -1,0 +1,86 @@
+"""Plans without weights, and the faults that other estimators are known for (acceptance 3 and 7)."""
+
+from __future__ import annotations
+
+import json
+import resource
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+
+from river_offload.config import QuantConfig, RiverConfig
+from river_offload.memory.categories import CATEGORIES
+from river_offload.planning.memory_plan import MemoryPlan, plan_memory
+from river_offload.planning.shapes import builtin_names
+
+GIB = 1 << 30
+LAYERS, HIDDEN, VOCAB, MLP = 32, 4096, 128256, 14336  # Llama-3.1-8B
+KV_HEADS, HEADS, HEAD_DIM = 8, 32, 128
+
+
+def plan_of(model: str = "llama-3.1-8b", **options: object) -> MemoryPlan:
+    return plan_memory(RiverConfig.from_options(**{"model": model, "budget": "64GiB", "device": "cpu"} | options))
+
+
+@pytest.fixture(scope="module")
+def quantized() -> MemoryPlan:
+    return plan_of(mode="quantized", context=8192)
+
+
+def test_the_head_is_counted(quantized: MemoryPlan) -> None:
+    assert quantized.categories["head"] == quantized.categories["embedding"] == VOCAB * HIDDEN * 2
+
+
+def test_4_bits_have_scales_and_leave_the_embedding_alone(quantized: MemoryPlan) -> None:
+    weights = LAYERS * (2 * HIDDEN * HIDDEN + 2 * HIDDEN * KV_HEADS * HEAD_DIM + 3 * HIDDEN * MLP)
+    assert quantized.categories["river_packed"] == weights // 2
+    assert quantized.categories["river_scales"] == quantized.categories["river_zeros"] == weights // 64 * 2
+
+
+def test_the_cache_has_key_value_heads_and_does_not_double(quantized: MemoryPlan) -> None:
+    assert quantized.categories["kv"] == 2 * LAYERS * KV_HEADS * HEAD_DIM * 2 * 8192
+
+
+def test_logits_are_those_of_the_last_position(quantized: MemoryPlan) -> None:
+    transient_bytes = quantized.placement.terms["transient"]
+    assert transient_bytes < 8192 * VOCAB * 4 / 3
+
+
+@pytest.mark.parametrize("model", builtin_names())
+def test_every_built_in_shape_can_be_planned(model: str) -> None:
+    plan = plan_of(model, context=4096)
+    assert plan.fits and set(plan.categories) == set(CATEGORIES)
+    assert plan.peak_device_bytes == sum(plan.categories.values()) <= plan.budget_bytes
+    assert json.loads(json.dumps(plan.as_json()))["peak_device_bytes"] == plan.peak_device_bytes
+    assert plan.speed.seconds > 0
+
+
+def test_what_a_refusal_says_would_fit_fits() -> None:
+    config = RiverConfig.from_options(model="llama-3.2-1b", budget="1800MiB", device="cpu", context=8192)
+    refused = plan_memory(config)
+    remedies = refused.remedies
+    assert not refused.fits and remedies is not None
+    assert plan_memory(replace(config, budget=remedies.needed_bytes)).fits
+    assert not plan_memory(replace(config, budget=remedies.needed_bytes - 1)).fits
+    assert remedies.largest_context is not None
+    assert plan_memory(replace(config, context=remedies.largest_context)).fits
+    assert not plan_memory(replace(config, context=remedies.largest_context + 8192 // 64)).fits
+    if remedies.bits is not None:
+        assert plan_memory(replace(config, quant=QuantConfig(bits=remedies.bits))).fits
+
+
+def test_exit_codes_and_json_of_the_command() -> None:
+    for budget, code in (("8GiB", 0), ("600MiB", 3)):
+        command = ["plan", "llama-3.2-1b", "--budget", budget, "--context", "1k", "--device", "cpu", "--json"]
+        done = subprocess.run(
+            [sys.executable, "-c", "from river_offload.cli.mem_app import main; main()", *command],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == code, done.stderr
+        found = json.loads(done.stdout)
+        assert (found["fits"], found["context"], found["refusal"] is None) == (code == 0, 1024, code == 0)
+    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024 < 1.5 * GIB
