@@ -221,7 +221,9 @@ def test_progress_counts_the_chunks_of_every_layer_on_both_ways(open_river: Call
 def test_a_prompt_runs_the_backbone_where_the_policy_says_so(
     policy: str, modes: list[str], checkpoint: Callable[..., Path], open_river: Callable[..., Any]
 ) -> None:
-    options: dict[str, Any] = {"mode": "exit", "tau": -2.0, "prefill": policy, "context": CONTEXT}
+    options: dict[str, Any] = {
+        "mode": "exit", "tau": -2.0, "prefill": policy, "context": CONTEXT, "prefill_chunk": 64,
+    }  # fmt: skip
     model = open_river("llama", budget=budget_for(checkpoint("llama"), 3, **options), **options)
     first = model.river.report()["prefill"]["backbone_from_tokens"] or 20
     for length, mode in zip((first - 1, first), modes, strict=False):
