@@ -250,7 +250,7 @@ def test_more_tokens_than_the_context_are_refused_before_any_work(open_river: Ca
         model.generate(tokens(9), GenerationConfig(max_new_tokens=12))
     assert model.river.trace.records == []
     model = open_river("llama", context=400)  # the model attends to 256 tokens, and for those it is planned
-    with pytest.raises(ContextError, match=r"250 prompt tokens and up to 7 new ones do not fit .* context of 256"):
+    with pytest.raises(ContextError, match=r"250 prompt tokens .* are more than the 256 that this model"):
         model.generate(tokens(250), max_new_tokens=7)
 
 

@@ -221,8 +221,10 @@ def test_progress_counts_the_chunks_of_every_layer_on_both_ways(open_river: Call
 def test_a_prompt_runs_the_backbone_where_the_policy_says_so(
     policy: str, modes: list[str], checkpoint: Callable[..., Path], open_river: Callable[..., Any]
 ) -> None:
-    options: dict[str, Any] = {"mode": "exit", "tau": -2.0, "prefill": policy, "context": CONTEXT}
-    model = open_river("llama", budget=budget_for(checkpoint("llama"), 3, **options), **options)
+    directory = checkpoint("llama", max_position_embeddings=512)
+    options: dict[str, Any] = {"mode": "exit", "tau": -2.0, "prefill": policy, "context": 400, "prefill_chunk": 64}
+    model = open_river(directory, budget=budget_for(directory, 1, **options), **options)
+    assert len(model.river.placement.streamed_layers) == 4
     first = model.river.report()["prefill"]["backbone_from_tokens"] or 20
     for length, mode in zip((first - 1, first), modes, strict=False):
         model.generate(tokens(length), max_new_tokens=3, do_sample=False)

@@ -54,4 +54,5 @@ def test_the_plan_holds_for_every_kind_of_layer(family: str, batch: int, open_ri
     model.generate(ids, attention_mask=mask, max_new_tokens=6, do_sample=False, pad_token_id=0)
     report = model.river.report()
     planned_bytes = sum(report["planned_bytes"].values())
-    assert 0.97 * planned_bytes <= report["peak_device_bytes"] <= planned_bytes
+    # A window is planned as KV, and as working memory, too: a prompt allocates it on its way.
+    assert 0.95 * planned_bytes <= report["peak_device_bytes"] <= planned_bytes
