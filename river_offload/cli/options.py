@@ -106,9 +106,7 @@ class ModelOptions:
         _option("--tau", "T", "River", "Leave the backbone when the exit signal passes this.", RiverConfig.tau),
     ] = None
     draft: Annotated[str | None, _option("--draft", "N", "River", "Tokens drafted a check, or adaptive.")] = None
-    gate: Annotated[
-        float | None, _option("--gate", "G", "River", "Mode gated asks up to this margin, 0 to 1.", DEFAULT_GATE)
-    ] = None
+    gate: Annotated[float | None, _option("--gate", "G", "River", "Margin up to which to ask.", DEFAULT_GATE)] = None
     min_exit: Annotated[
         int | None,
         _option("--min-exit", "N", "River", "Backbone layers before the first exit.", RiverConfig.min_exit),

@@ -18,6 +18,7 @@ import torch
 from transformers import PreTrainedModel
 
 from policies.exit import DraftExit
+from river_offload.kv.cache import SharedCache, cache_argument
 
 Forcing = str
 """`teacher` or `free`."""
@@ -82,7 +83,7 @@ def teacher_forced_exit(model: PreTrainedModel, text: torch.Tensor, prompt_token
     with river.using(mode="exit", tau=tau):
         for end in range(prompt_tokens, text.shape[1]):
             fed = text[:, cache.get_seq_length() : end]
-            mine.append(model(fed, past_key_values=cache, logits_to_keep=1).logits[0, -1])
+            mine.append(_read(model, fed, cache, 1)[0, -1])
             layers += river.trace.records[-1].depth if end > prompt_tokens else 0
     return Scored(layers, *_compared(torch.stack(mine[1:]), theirs[1:]))
 
@@ -94,15 +95,15 @@ def drafted_blocks(model: PreTrainedModel, text: torch.Tensor, prompt_tokens: in
     flow = river.flow
     rule = flow.rule
     on_river = DraftExit(rule.mode, rule.tau, rule.min_exit, rule.num_layers, river.draft_depth)
-    model(text[:, : prompt_tokens - 1], past_key_values=cache, logits_to_keep=1)
+    _read(model, text[:, : prompt_tokens - 1], cache, 1)
     blocks = []
     for start in range(prompt_tokens, text.shape[1], block):
         fed = text[:, start - 1 : min(start + block, text.shape[1]) - 1]
         with flow.part("draft", on_river):
-            steps = [model(fed[:, i : i + 1], past_key_values=cache).logits[0, -1] for i in range(fed.shape[1])]
+            steps = [_read(model, fed[:, i : i + 1], cache, 1)[0, -1] for i in range(fed.shape[1])]
         cache.crop(-fed.shape[1])
         with flow.part("check", rule):
-            theirs = model(fed, past_key_values=cache).logits[0]
+            theirs = _read(model, fed, cache, fed.shape[1])[0]
         mine = torch.stack(steps)
         likely = mine.float().softmax(-1).topk(2).values
         margins = (likely[:, 0] - likely[:, 1]).tolist()
@@ -164,6 +165,12 @@ def backbone_logits(model: PreTrainedModel, text: torch.Tensor, prompt_tokens: i
     with model.river.using(mode="backbone"):
         logits: torch.Tensor = model(text[:, :-1], logits_to_keep=keep, use_cache=False).logits
     return logits[0].float()
+
+
+def _read(model: PreTrainedModel, tokens: torch.Tensor, cache: SharedCache, keep: int) -> torch.Tensor:
+    """One passage over `tokens`, [1, tokens], after what the cache holds: the last `keep` logits."""
+    logits: torch.Tensor = model(tokens, logits_to_keep=keep, **{cache_argument(model): cache}).logits
+    return logits
 
 
 def _compared(mine: torch.Tensor, theirs: torch.Tensor) -> tuple[list[float], list[float]]:
