@@ -171,6 +171,12 @@ class WindowLayer(DynamicSlidingWindowLayer):
         self.keys, self.values = self.keys[:, :, :left], self.values[:, :, :left]
         self.cumulative_length = length
 
+    def reset(self) -> None:
+        """Forget every token, and give their memory back: a window grows anew with each text."""
+        if self.is_initialized:
+            self.keys, self.values = self.keys[:, :, :0].clone(), self.values[:, :, :0].clone()
+            self.cumulative_length = 0
+
     def skip(self, tokens: int) -> None:
         """As if `tokens` more had been appended: their states are whatever is there."""
         self.cumulative_length += tokens

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -173,11 +173,25 @@ class RestingLayer(DynamicLayer):
     def device_tensors(self) -> Iterator[torch.Tensor]:
         """What the layer holds on the device, the shared workspace left out."""
         if self.is_initialized:
-            rests, recent = self._held()
-            yield from recent
-            if self._kind.tier == "device":
-                for rest in rests:
-                    yield from rest.buffers
+            yield from self._held()[1]
+            yield from self.rest_tensors()
+
+    def rest_tensors(self) -> Iterator[torch.Tensor]:
+        """What rests on the device."""
+        if self.is_initialized and self._kind.tier == "device":
+            for rest in self._held()[0]:
+                yield from rest.buffers
+
+    def most_recent_bytes(self, before: Mapping[str, Any]) -> int:
+        """Device bytes of the recent tokens at most, in a pass that began at the mark `before`: it makes new ones of
+        the old, if there were any, which are there until it is over. How many there are changes from pass to pass."""
+        if not self._recent_tokens:
+            return 0
+        rests, recent = self._held()
+        old = before["_recent"]
+        times = 1 if old is None or not old[0].numel() else 2
+        most = min(self._recent_tokens + self._give_back + rests[0].block - 1, self.capacity)
+        return times * most * sum(t.shape[0] * t.shape[1] * t.shape[3] * t.element_size() for t in recent)
 
     def host_tensors(self) -> Iterator[torch.Tensor]:
         """What the layer holds on the host."""

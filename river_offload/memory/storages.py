@@ -78,13 +78,14 @@ class StorageMeter(TorchDispatchMode):
         known = {t.untyped_storage()._cdata for t in tree_iter((args, kwargs)) if isinstance(t, torch.Tensor)}
         result = func(*args, **(kwargs or {}))
         for tensor in tree_iter(result):
-            if isinstance(tensor, torch.Tensor):
+            # The storage of a fake tensor is on device "meta", whatever the tensor says.
+            if isinstance(tensor, torch.Tensor) and self._device in (None, tensor.device):
                 self._count(tensor.untyped_storage(), known)
         return result
 
     def _count(self, storage: torch.UntypedStorage, known: set[int]) -> None:
         key = storage._cdata
-        if key in known or key in self._alive or self._device not in (None, storage.device):
+        if key in known or key in self._alive:
             return
         born = self._alive[key] = _Born(storage.nbytes(), self._where())
         self.current_bytes += born.nbytes

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from river_offload.assemble import assemble
 from river_offload.chunks import Spans, spans_of
 from river_offload.kv.cache import Mark, SharedCache, cache_argument, device_tensors, host_tensors, mark_tensors
 from river_offload.kv.kind import PLAIN, KvKind
+from river_offload.kv.resting import RestingLayer
 from river_offload.memory.categories import TRANSIENT
 from river_offload.memory.storages import StorageMeter, storage_bytes
 from river_offload.passage import Flow
@@ -42,7 +43,8 @@ class Needs:
     """Device bytes a running model needs beside its weights."""
 
     kv_bytes: int
-    """What the whole KV cache holds on the device, full, and with it what a passage under way has replaced."""
+    """What the whole KV cache holds on the device at the highest moment, what a passage under way has replaced with
+    it."""
     transient_bytes: int
     """The most that any passage allocates beside it: activations, masks, logits, dequantization, sampling."""
     transient: Mapping[str, int] = field(default_factory=dict)
@@ -82,7 +84,7 @@ def dry_run(
     firsts = {kind: kinds.index(kind, 1) if kind in kinds[1:] else 0 for kind in kinds}
     count = max(firsts.values()) + 1
     short = _first_layers(config, count)
-    worst, kv_bytes, kv_host_bytes, chunked = Needs(0, -1), 0, 0, prefill_chunk is not None
+    worst, like, chunked = Needs(0, -1), [kinds.index(kind) for kind in kinds], prefill_chunk is not None
     for rule in _paths(modes, count):
         fake = FakeTensorMode(allow_non_fake_inputs=True)
         with fake, torch.no_grad():
@@ -96,33 +98,42 @@ def dry_run(
             for cached_tokens, new_tokens in _steps(context, prefill_chunk):
                 if not cached_tokens:
                     cache.reset()
-                before = cache.mark()
-                worst = _larger(worst, _rise(structure.model, cache, batch, new_tokens, chunked=chunked))
+                worst = _larger(worst, _rise(structure.model, cache, like, batch, new_tokens, chunked=chunked))
             if give_back and context > 1 and rule.mode.kind != "quantized":
                 checked = min(give_back, context - 1)
                 cache.crop(-checked)
-                before = cache.mark()
-                rise = _rise(structure.model, cache, batch, checked, kept_logits=checked, chunked=chunked)
+                rise = _rise(structure.model, cache, like, batch, checked, kept_logits=checked, chunked=chunked)
                 worst = _larger(worst, rise)
-            kv_bytes, kv_host_bytes = _kv_bytes(cache, before, [kinds.index(kind) for kind in kinds])
-    return replace(worst, kv_bytes=kv_bytes, kv_host_bytes=kv_host_bytes)
+    return worst
 
 
 def _rise(
-    model: Any, cache: SharedCache, batch: int, new_tokens: int, *, kept_logits: int = 1, chunked: bool = False
+    model: Any,
+    cache: SharedCache,
+    like: list[int],
+    batch: int,
+    new_tokens: int,
+    *,
+    kept_logits: int = 1,
+    chunked: bool = False,
 ) -> Needs:
-    """How high one step rises above what was held before it, and what that consists of."""
-    cached_tokens = cache.get_seq_length()
+    """What one step needs: how high it rises, what that consists of, and what the whole model's cache, whose layers are
+    like those of `cache` that `like` names, holds meanwhile."""
+    cached_tokens, before = cache.get_seq_length(), cache.mark()
     with metered(model, cache) as meter:
         _step(model, cache, batch, new_tokens, meter, kept_logits=kept_logits, chunked=chunked)
     split = meter.peak_by_tag()
     split.pop("kv", None)  # windows that this step replaced: counted with the cache
     second_turn = cached_tokens > 0 and new_tokens > 1 and kept_logits == 1
-    return Needs(0, sum(split.values()), {name: split.get(name, 0) for name in TRANSIENT}, second_turn)
+    kv_bytes, kv_host_bytes = _kv_bytes(cache, before, like)
+    transient = {name: split.get(name, 0) for name in TRANSIENT}
+    return Needs(kv_bytes, sum(split.values()), transient, second_turn, kv_host_bytes)
 
 
 def _larger(one: Needs, other: Needs) -> Needs:
-    return other if other.transient_bytes > one.transient_bytes else one
+    """The one that holds more at once: windows of a cache are there twice in some steps, and small in others."""
+    pair = (needs.kv_bytes + needs.transient_bytes for needs in (one, other))
+    return other if next(pair) < next(pair) else one
 
 
 def _kv_bytes(cache: SharedCache, before: Mark, like: list[int]) -> tuple[int, int]:
@@ -131,10 +142,17 @@ def _kv_bytes(cache: SharedCache, before: Mark, like: list[int]) -> tuple[int, i
     `before` is the mark of the last passage: until one is over, the cache could go back to it.
     """
     layers = list(zip(cache.layers, before, strict=True))
-    device = [storage_bytes([*device_tensors(layer), *mark_tensors(old)]) for layer, old in layers]
+    device = [_layer_kv_bytes(layer, old) for layer, old in layers]
     host = [storage_bytes(host_tensors(layer)) for layer in cache.layers]
     workspace_bytes = storage_bytes(cache.workspace.tensors())
     return workspace_bytes + sum(device[place] for place in like), sum(host[place] for place in like)
+
+
+def _layer_kv_bytes(layer: Any, before: dict[str, Any]) -> int:
+    """On the device, old and new: what a layer has replaced in a pass is there until the pass is over."""
+    if isinstance(layer, RestingLayer):
+        return storage_bytes(layer.rest_tensors()) + layer.most_recent_bytes(before)
+    return storage_bytes([*device_tensors(layer), *mark_tensors(before)])
 
 
 def _steps(context: int, prefill_chunk: int | None) -> list[tuple[int, int]]:

@@ -58,7 +58,11 @@ def test_every_built_in_shape_can_be_planned(model: str) -> None:
 
 
 def test_what_a_refusal_says_would_fit_fits() -> None:
-    config = RiverConfig.from_options(model="llama-3.2-1b", budget="1800MiB", device="cpu", context=8192)
+    config = RiverConfig.from_options(model="llama-3.2-1b", budget="1MiB", device="cpu", context=8192)
+    hopeless = plan_memory(config).remedies
+    assert hopeless is not None
+    assert (hopeless.largest_context, hopeless.bits, hopeless.head_bits, hopeless.kv_bits) == (None,) * 4
+    config = replace(config, budget=hopeless.needed_bytes - (60 << 20))
     refused = plan_memory(config)
     remedies = refused.remedies
     assert not refused.fits and remedies is not None
@@ -67,8 +71,10 @@ def test_what_a_refusal_says_would_fit_fits() -> None:
     assert remedies.largest_context is not None
     assert plan_memory(replace(config, context=remedies.largest_context)).fits
     assert not plan_memory(replace(config, context=remedies.largest_context + 8192 // 64)).fits
-    if remedies.bits is not None:
-        assert plan_memory(replace(config, quant=QuantConfig(bits=remedies.bits))).fits
+    assert remedies.bits is not None
+    assert plan_memory(replace(config, quant=QuantConfig(bits=remedies.bits))).fits
+    assert remedies.kv_bits is not None
+    assert plan_memory(replace(config, kv_bits=remedies.kv_bits)).fits
 
 
 def test_exit_codes_and_json_of_the_command() -> None:

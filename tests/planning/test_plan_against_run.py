@@ -26,6 +26,7 @@ from river_offload.progress import Silent
 MIB = 1 << 20
 CONTEXTS = (128, 512, 2048)
 MODES = ("backbone", "exit", "quantized")
+LONG = {"vocab_size": 20_000, "max_position_embeddings": 4096}
 
 
 def config_of(directory: Path, **options: Any) -> RiverConfig:
@@ -34,15 +35,19 @@ def config_of(directory: Path, **options: Any) -> RiverConfig:
     )
 
 
-def assert_agree(planned: Bytes, measured: Bytes) -> None:
-    """Within 2 % in all, each category within 5 % or 1 MiB, and never more than 1 % too little."""
+def assert_agree(planned: Bytes, measured: Bytes, *, few_bits: bool = False) -> None:
+    """Within 2 % in all, each category within 5 % or 1 MiB, and never more than 1 % too little.
+
+    A cache of few bits keeps up to 31 recent tokens a layer more in some passes than in others; the plan holds the
+    most, which tells in a model as small as these.
+    """
     for name in {*planned.categories, *measured.categories} - {"loading"}:
         pair = planned.categories.get(name, 0), measured.categories.get(name, 0)
         assert abs(pair[0] - pair[1]) <= max(0.05 * pair[1], MIB), (name, *pair)
     running_bytes = planned.peak_device_bytes - planned.categories["loading"]  # no river is built while it runs
     assert sum(measured.categories.values()) == measured.peak_device_bytes
     difference = running_bytes / measured.peak_device_bytes - 1
-    assert -0.01 <= difference <= 0.02, (difference, planned, measured)
+    assert -0.01 <= difference <= (0.04 if few_bits else 0.02), (difference, planned, measured)
 
 
 def budget(weighed: Weighed, config: RiverConfig, modes: Any, size: int) -> int:
@@ -69,7 +74,7 @@ def compare(config: RiverConfig, size: int, monkeypatch: pytest.MonkeyPatch, new
         measured = run_full(model, new_tokens, second_turn=weighed.needs.second_turn)
     finally:
         model.river.close()
-    assert_agree(Bytes(sum(categories.values()), categories), measured)
+    assert_agree(Bytes(sum(categories.values()), categories), measured, few_bits=config.kv_bits < 16)
     assert measured.peak_device_bytes <= placement.budget_bytes
     return placement
 
@@ -97,6 +102,12 @@ def test_the_plan_is_what_is_used(
         ("llama", {"intermediate_size": 1024}, {"context": 300}),  # 16 times the hidden size
         ("llama", {}, {"context": 200, "batch": 4}),
         ("llama", {}, {"context": 200, "head_bits": 4}),
+        ("llama", LONG, {"context": 2000, "prefill_chunk": 64}),
+        ("gemma3", {"sliding_window": 64, "vocab_size": 5_000}, {"context": 300, "prefill_chunk": 50}),
+        ("llama", LONG, {"context": 2000, "kv_bits": 8}),  # see RestingLayer.most_recent_bytes
+        ("llama", LONG, {"context": 2000, "kv_bits": 4, "prefill_chunk": 128}),
+        ("llama", LONG, {"context": 2000, "kv_tier": "host"}),
+        ("llama", {}, {"context": 200, "mode": "lossless"}),
         ("qwen2", {}, {"context": 100, "dtype": "bfloat16"}),
     ],
 )
@@ -129,8 +140,11 @@ def test_sliding_windows_hold_what_the_plan_says(
         held_bytes = storage_bytes(cache_tensors(cache))
         row_bytes = 2 * 2 * 32 * 4  # keys and values, KV heads (half of the attention heads), head_dim, float32
         sliding = model.config.layer_types.count("sliding_attention") if family == "gemma3" else model.river.num_layers
-        tokens_held = sliding * min(context, 64) + (model.river.num_layers - sliding) * context
-        assert plan.categories["kv"] == held_bytes == tokens_held * row_bytes
+        full_tokens = (model.river.num_layers - sliding) * context
+        assert held_bytes == (sliding * min(context, 64) + full_tokens) * row_bytes
+        # While a passage is under way the window before it is there, too: the cache could go back to it.
+        twice = sliding * (min(context, 64) + min(context - 1, 63)) + full_tokens
+        assert held_bytes - row_bytes * sliding <= plan.categories["kv"] <= twice * row_bytes
     finally:
         model.river.close()
 
