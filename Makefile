@@ -41,7 +41,7 @@ types: setup
 	$(BIN)/mypy
 
 pytest: setup
-	$(BIN)/python -m pytest -m "not gpu"
+	$(BIN)/python -m pytest -m "not gpu" -n auto
 
 build: setup
 	$(BIN)/python -m build --no-isolation

@@ -10,26 +10,28 @@ from river_offload.cli.report import print_json
 from river_offload.cli.runtime import hush_libraries
 from river_offload.cli.streams import require_stdout
 from river_offload.cli.terminal import Terminal, boundary
+from river_offload.cli.watch import WatchOptions, watching
 from river_offload.config import RiverConfig
 
 
-@with_options(ModelOptions, MeasureOptions, ShowOptions)
-def measure(model: str, options: ModelOptions, asked: MeasureOptions, show: ShowOptions) -> None:
+@with_options(ModelOptions, MeasureOptions, WatchOptions, ShowOptions)
+def measure(model: str, options: ModelOptions, asked: MeasureOptions, watch: WatchOptions, show: ShowOptions) -> None:
     """Run a model on random tokens that fill the context, and set the plan and the measurement side by side."""
     terminal = Terminal(quiet=show.quiet)
     with boundary(terminal):
         options.check()
         asked.check(options.context)
+        watch.check(show)
         require_stdout()
         config = RiverConfig.from_options(model=model, **options.load_arguments(), **asked.load_arguments())
-        found = _measured(config, asked, terminal)
+        found = _measured(config, asked, watch, terminal)
         if show.as_json:
             print_json(found)
         else:
             run_report(found)
 
 
-def _measured(config: RiverConfig, asked: MeasureOptions, terminal: Terminal) -> dict[str, Any]:
+def _measured(config: RiverConfig, asked: MeasureOptions, watch: WatchOptions, terminal: Terminal) -> dict[str, Any]:
     progress = terminal.progress()
     progress.start("starting", 0, "")
     hush_libraries()
@@ -37,4 +39,10 @@ def _measured(config: RiverConfig, asked: MeasureOptions, terminal: Terminal) ->
 
     progress.finish()
     new_tokens = NEW_TOKENS if asked.new_tokens is None else asked.new_tokens
-    return measure_memory(config, new_tokens=new_tokens, seed=asked.seed or 0, progress=progress)
+    return measure_memory(
+        config,
+        new_tokens=new_tokens,
+        seed=asked.seed or 0,
+        progress=progress,
+        watched=(lambda model: watching(watch, model, terminal)) if watch.watch else None,
+    )

@@ -117,10 +117,14 @@ def run_report(run: Mapping[str, Any], console: Console | None = None) -> None:
         f"{run['model']} · context {run['context']} · batch {run['batch']} · mode {run['mode']}", soft_wrap=True
     )
     console.print(table)
-    unattributed = run["unattributed"]
-    console.print(
-        f"unattributed: {unattributed['storages_bytes']} bytes of storages that no name claims", soft_wrap=True
-    )
+    for name, reading in run["unattributed"].items():
+        if isinstance(reading, Mapping) and reading["value"] is not None:
+            words = name.removesuffix("_bytes").replace("_", " ")
+            console.print(f"unattributed: {words} {_signed(reading['value'])}", soft_wrap=True)
+
+
+def _signed(nbytes: int) -> str:
+    return f"-{format_size(-nbytes)}" if nbytes < 0 else format_size(nbytes)
 
 
 def _compared(planned_bytes: int, measured_bytes: int) -> tuple[str, str, str]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,12 +14,15 @@ from transformers.cache_utils import Cache
 from river_offload.config import RiverConfig
 from river_offload.errors import UsageError
 from river_offload.loading import load_config
+from river_offload.memory.process import read_process
+from river_offload.memory.unattributed import unattributed
 from river_offload.phases import metered
 from river_offload.planning.plan import Plan, make_plan
 from river_offload.progress import Progress, Silent
 
 SCHEMA = 1
 NEW_TOKENS = 8
+Watched = Callable[[PreTrainedModel], contextlib.AbstractContextManager[object]]
 
 
 @dataclass(frozen=True)
@@ -33,9 +37,17 @@ class Bytes:
 
 
 def measure_memory(
-    config: RiverConfig, *, new_tokens: int = NEW_TOKENS, seed: int = 0, progress: Progress | None = None
+    config: RiverConfig,
+    *,
+    new_tokens: int = NEW_TOKENS,
+    seed: int = 0,
+    progress: Progress | None = None,
+    watched: Watched | None = None,
 ) -> dict[str, Any]:
     """Plan, load, run, count. Returns plain values (docs/river-mem.md).
+
+    Args:
+        watched: what to enter while the loaded model runs.
 
     Raises what `load` raises: a model that does not fit is refused before anything of it is read.
     """
@@ -44,12 +56,16 @@ def measure_memory(
     plan.checkpoint.close()
     if new_tokens >= plan.config.context:
         raise UsageError(f"{new_tokens} new tokens leave no room for a prompt in a context of {plan.config.context}")
+    before = read_process(plan.device)
     model = load_config(config, progress)
     try:
-        progress.start("running", 0, "")
-        measured = run_full(model, new_tokens, seed=seed, second_turn=plan.weighed.needs.second_turn)
+        if watched is None:
+            progress.start("running", 0, "")
+        with contextlib.nullcontext() if watched is None else watched(model):
+            measured = run_full(model, new_tokens, seed=seed, second_turn=plan.weighed.needs.second_turn)
         progress.finish()
-        return _result(plan, model, measured, new_tokens)
+        nobodys = unattributed(model.river.device_bytes(), before, read_process(plan.device))
+        return _result(plan, model, measured, new_tokens) | {"unattributed": nobodys}
     finally:
         progress.finish()
         model.river.close()
@@ -110,7 +126,6 @@ def _mask(prompt: torch.Tensor) -> torch.Tensor:
 def _result(plan: Plan, model: PreTrainedModel, measured: Bytes, new_tokens: int) -> dict[str, Any]:
     river = model.river
     categories = plan.categories
-    claimed_bytes = sum(measured.categories.values())
     return {
         "schema": SCHEMA,
         "kind": "run",
@@ -123,15 +138,5 @@ def _result(plan: Plan, model: PreTrainedModel, measured: Bytes, new_tokens: int
         "budget_bytes": plan.placement.budget_bytes,
         "planned": Bytes(sum(categories.values()), categories).as_json(),
         "measured": measured.as_json(),
-        "unattributed": _unattributed(model.device, measured.peak_device_bytes, claimed_bytes),
         "tokens_per_s": river.report()["tokens_per_s"],
     }
-
-
-def _unattributed(device: torch.device, peak_bytes: int, claimed_bytes: int) -> dict[str, int | str | None]:
-    """Bytes without a name: storages that no category claims, and what torch's allocator holds beyond storages."""
-    found: dict[str, int | str | None] = {"storages_bytes": peak_bytes - claimed_bytes}
-    if device.type == "cuda":
-        found["allocator_bytes"] = torch.cuda.max_memory_allocated(device) - peak_bytes
-        return found
-    return found | {"allocator_bytes": None, "reason": "torch counts no allocations on a CPU"}

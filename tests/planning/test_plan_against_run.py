@@ -160,7 +160,9 @@ def test_exactly_the_planned_peak_is_enough_and_3_percent_less_is_refused(
     assert run["planned"]["peak_device_bytes"] == plan.peak_device_bytes
     assert run["planned"]["categories"] == plan.categories
     assert run["measured"]["peak_device_bytes"] <= plan.peak_device_bytes
-    assert run["unattributed"]["storages_bytes"] == 0
+    nobodys = run["unattributed"]
+    assert nobodys["anonymous_growth_minus_ledger_bytes"]["value"] is not None
+    assert "CPU" in nobodys["allocator_minus_ledger_bytes"]["reason"]
     monkeypatch.setattr("river_offload.eval.memory_run.load_config", lambda *_: pytest.fail("loaded"))
     with pytest.raises(BudgetError):
         measure_memory(replace(config, budget=int(0.97 * plan.peak_device_bytes)), new_tokens=4)
