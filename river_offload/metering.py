@@ -45,8 +45,8 @@ def meter_forward(model: PreTrainedModel, river: River) -> None:
             with metered(model, call.cache, outside="logits") as meter:
                 output = plain(*args, **kwargs)
             rise = meter.peak_by_tag()
-            rise.pop("kv", None)  # a cache that grew, or windows that replaced others: counted as held
-            kv_bytes = max(kv_bytes, _held_by(call.cache, before))
+            # A cache that grew on the way counts as far as it had grown.
+            kv_bytes = min(kv_bytes + rise.pop("kv", 0), max(kv_bytes, _held_by(call.cache, before)))
             if call.new_tokens <= MOST_DRAFTED + 1 and cached_tokens:  # an empty cache is allocated on the way
                 short_passages[key] = rise
         river.account.held = weights | {"kv": kv_bytes} | rise

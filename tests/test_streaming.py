@@ -19,7 +19,7 @@ from families import both, budget_for, load_tiny, logits_of_steps, poison_slots,
 from river_offload import streaming
 from river_offload.checkpoint.safetensors_files import Checkpoint
 from river_offload.errors import LinkError, RiverError, UsageError
-from river_offload.store import files
+from river_offload.store import files, ring
 from river_offload.store.layout import Layout
 from river_offload.store.ring import CHUNK_BYTES, RING_BUFFERS, RING_BYTES
 from river_offload.store.slots import Slots
@@ -54,7 +54,8 @@ def test_a_gpu_link_is_fed_from_host_memory_and_from_disk(
     budget: str, limit: int, checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The wiring of the GPU's tiers on a fake GPU, with a runtime that pins everything or only two layers."""
-    monkeypatch.setattr(streaming, "RING_BYTES", 0)  # or no layer of a tiny model would be worth holding
+    for module in (streaming, ring):
+        monkeypatch.setattr(module, "RING_BYTES", 0)  # or no layer of a tiny model would be worth holding
     files = Checkpoint.open(checkpoint("llama"))
     keys = [
         {name: name for name in files.entries if name.startswith(f"model.layers.{i}.") and "norm" not in name}

@@ -33,8 +33,7 @@ def test_greedy_text_is_that_of_transformers(
         assert {record.path for record in records[1:]} == {"draft", "check"}
         assert not any(record.signals for record in records)
         accepted = sum(record.accepted for record in records)
-        assert accepted > 0
-        assert place == "streamed" or accepted < sum(record.path == "draft" for record in records)
+        assert 0 < accepted <= sum(record.path == "draft" for record in records)
 
 
 @pytest.mark.demo

@@ -70,7 +70,7 @@ def test_what_is_outside_the_layers_counts_between_passages_of_one_token() -> No
     passage(pace, clock, tokens=9, layers=2, layer_s=1.0, river=0, river_s=0.0)
     clock.passes(0.5)
     passage(pace, clock, tokens=1, layers=2, layer_s=1.0, river=0, river_s=0.0)
-    assert pace.rest_s(0) == pytest.approx(0.5 * 0.2)
+    assert pace.rest_s(0) == pytest.approx(0.5)
     before_s = pace.rest_s(0)
     clock.passes(3600.0)  # somebody types the next prompt
     passage(pace, clock, tokens=9, layers=2, layer_s=1.0, river=0, river_s=0.0)
