@@ -13,12 +13,16 @@ from policies.types import Placement, Refusal
 FULL_SPEED_TOKENS = 512
 """A chunk of so many tokens keeps a device busy: what one layer computes with them takes longer than reading its
 weights, on CPUs and GPUs alike. Longer chunks gain little more."""
+_WHOLE_TOKENS = 4096
+"""The longest context whose prompts are read whole where there is room: beyond it a chunk of 2048 is no slower."""
 _LONGER = (2048, 1024)
 _NARROW = (256, 128, 64)
 
 
 def place_with_chunk(place: Callable[[int | None], Placement | Refusal], context: int) -> Placement | Refusal:
     """Choose how many tokens of a prompt a layer reads at once, None for all of them.
+
+    Each look at a placement is a dry run, so those that cannot be the answer are left out.
 
     A resident layer is worth more than a longer chunk: it saves its bytes for every token, while beyond
     `FULL_SPEED_TOKENS` a chunk saves next to nothing. So that length says how many layers can rest on the device, and
@@ -29,23 +33,31 @@ def place_with_chunk(place: Callable[[int | None], Placement | Refusal], context
         place: the placement for a chunk, or why there is none.
         context: the longest prompt in tokens.
     """
-    whole = place(None)
+    whole = place(None) if context <= _WHOLE_TOKENS else None
     if isinstance(whole, Placement) and not whole.streamed_layers and whole.embed_tier == "device":
         return whole
-    quick = place(FULL_SPEED_TOKENS) if context > FULL_SPEED_TOKENS else whole
+    quick = whole if whole is not None and context <= FULL_SPEED_TOKENS else place(FULL_SPEED_TOKENS)
     if isinstance(quick, Placement):
         if isinstance(whole, Placement) and _worth(whole) >= _worth(quick):
             return whole
-        longer = (place(chunk) for chunk in _LONGER if chunk < context)
+        longer = (place(chunk) for chunk in _LONGER if chunk < context and _has_room(quick, chunk))
         fitting = (one for one in longer if isinstance(one, Placement))
         return next((one for one in fitting if _worth(one) >= _worth(quick)), quick)
     refused = [one for one in (whole, quick) if isinstance(one, Refusal)]
-    for chunk in (chunk for chunk in _NARROW if chunk < context):
+    # Where there is too much of the rest, no chunk is a remedy, and the narrowest says what would be the least.
+    hopeless = quick.needed_bytes - quick.terms["transient"] > quick.budget_bytes
+    for chunk in (chunk for chunk in (_NARROW[-1:] if hopeless else _NARROW) if chunk < context):
         narrow = place(chunk)
         if isinstance(narrow, Placement):
             return narrow
         refused.append(narrow)
     return min(refused, key=lambda refusal: refusal.needed_bytes)
+
+
+def _has_room(quick: Placement, chunk: int) -> bool:
+    """Could a longer chunk fit beside the layers of `quick`? Working memory grows with it, if not quite in step."""
+    growth = quick.terms.get("transient", 0) * (chunk / FULL_SPEED_TOKENS - 1)
+    return quick.budget_bytes - quick.planned_bytes >= growth / 4
 
 
 def _worth(placement: Placement) -> tuple[int, bool]:

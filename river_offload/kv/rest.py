@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from river_offload.kv.kind import BLOCK_TOKENS
 from river_offload.kv.memory import Allocate
@@ -110,12 +111,16 @@ class QuantizedRest(Rest):
                 )
 
     def _chunks(self, start: int, states: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
-        """(first block, view [rows, heads, blocks, block, groups, group]) of a few blocks each."""
+        """(first block, view [rows, heads, blocks, block, groups, group]) of a few blocks each.
+
+        Of fake tensors the first ones only: the others allocate alike.
+        """
         whole = states.unflatten(3, self._split).unflatten(2, (-1, self.block)) if states.shape[2] else None
         if whole is None:
             return []
         step = _CHUNK_TOKENS // self.block
-        return [(start // self.block + at, whole[:, :, at : at + step]) for at in range(0, whole.shape[2], step)]
+        blocks = min(step, whole.shape[2]) if isinstance(states, FakeTensor) else whole.shape[2]
+        return [(start // self.block + at, whole[:, :, at : at + step]) for at in range(0, blocks, step)]
 
     def _quantized(self, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Codes, scale and least of [rows, heads, blocks, block, groups, group]."""

@@ -96,8 +96,10 @@ def dry_run(
             _step(structure.model, cache, batch, 1)
             cache.reset()  # all but the windows is allocated now and is no part of what follows
             for cached_tokens, new_tokens in _steps(context, prefill_chunk):
-                if not cached_tokens:
+                if cache.get_seq_length() != cached_tokens:
                     cache.reset()
+                    for depth in range(count):
+                        cache.skip(depth, cached_tokens)
                 worst = _larger(worst, _rise(structure.model, cache, like, batch, new_tokens, chunked=chunked))
             if give_back and context > 1 and rule.mode.kind != "quantized":
                 checked = min(give_back, context - 1)
@@ -161,7 +163,7 @@ def _steps(context: int, prefill_chunk: int | None) -> list[tuple[int, int]]:
     if context == 1:
         return [(0, 1)]
     half = context // 2
-    steps = [(0, half), (half, context - half), (0, context - 1), (context - 1, 1)]
+    steps = [(half, context - half), (0, context - 1), (context - 1, 1)]
     return steps if prefill_chunk is None or prefill_chunk >= context else [(0, prefill_chunk), *steps]
 
 

@@ -56,6 +56,10 @@ def find_remedies(facts: ModelFacts, weighed: Weighed, refusal: Refusal, weigh: 
         return all(looks)
 
     def fits_with_another_cache(config: RiverConfig) -> bool:
+        # Codes and scales (a bit a number) without recent tokens and workspace: settles most cases without a dry run.
+        least_bytes = refusal.needed_bytes - refusal.terms["kv"] * (1 - (config.kv_bits + 1) / facts.config.kv_bits)
+        if least_bytes > refusal.budget_bytes:
+            return False
         return _needed_bytes(replace(facts, config=config), weigh) <= refusal.budget_bytes
 
     movable = {name: refusal.terms[name] for name in _movable(facts, weighed, refusal)}
@@ -100,6 +104,8 @@ def _largest_context(facts: ModelFacts, refusal: Refusal, weigh: Weigh) -> int |
     low, low_bytes = 0, refusal.needed_bytes - refusal.terms["kv"] - refusal.terms["transient"]
     high, high_bytes = -(-facts.config.context // step), refusal.needed_bytes
     while high - low > 1 and low_bytes < budget_bytes:
+        if low and low_bytes + (high_bytes - low_bytes) / (high - low) > budget_bytes:
+            break  # one step more would be too much
         share = (budget_bytes - low_bytes) / (high_bytes - low_bytes)
         middle = min(max(low + int(share * (high - low)), low + 1), high - 1)
         shorter = replace(facts, config=replace(facts.config, context=middle * step))
