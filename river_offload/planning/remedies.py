@@ -15,6 +15,10 @@ from river_offload.planning.sizes import Weighed
 Weigh = Callable[[ModelFacts, Needs | None], tuple[Weighed, tuple[Mode, ...]]]
 """Weighs a model; with needs that are known already it is not run dry."""
 
+_SURE = 0.98
+"""An estimate that leaves so much of the budget needs no dry run to confirm it."""
+_RECENT_TOKENS = 128
+"""That a cache of few bits keeps in full precision, at most."""
 _CONTEXT_STEPS = 64
 """The largest context is found to within this share of the one that was asked for."""
 
@@ -49,17 +53,27 @@ def find_remedies(facts: ModelFacts, weighed: Weighed, refusal: Refusal, weigh: 
         weigh: weighs the model under other options.
     """
 
+    def settled_by(least_bytes: float, most_bytes: float) -> bool | None:
+        """Does an estimate say whether it fits? None where only a dry run can tell."""
+        if least_bytes > refusal.budget_bytes:
+            return False
+        return True if most_bytes <= _SURE * refusal.budget_bytes else None
+
     def fits(config: RiverConfig) -> bool:
         other = replace(facts, config=config)
         # The working memory hardly depends on bits: a first look without a dry run settles most cases.
-        looks = (_needed_bytes(other, weigh, needs) <= refusal.budget_bytes for needs in (weighed.needs, None))
-        return all(looks)
+        first_bytes = _needed_bytes(other, weigh, weighed.needs)
+        if (settled := settled_by(first_bytes, first_bytes)) is not None:
+            return settled
+        return _needed_bytes(other, weigh) <= refusal.budget_bytes
 
     def fits_with_another_cache(config: RiverConfig) -> bool:
-        # Codes and scales (a bit a number) without recent tokens and workspace: settles most cases without a dry run.
-        least_bytes = refusal.needed_bytes - refusal.terms["kv"] * (1 - (config.kv_bits + 1) / facts.config.kv_bits)
-        if least_bytes > refusal.budget_bytes:
-            return False
+        # Codes and scales, a bit a number or two; then the workspace of a layer, and recent tokens, old and new.
+        kv_bytes, share = refusal.terms["kv"], (config.kv_bits + 1) / facts.config.kv_bits
+        least_bytes = refusal.needed_bytes - kv_bytes * (1 - share)
+        more = 1 / 16 + 1 / weighed.sizes.num_layers + 2 * _RECENT_TOKENS / config.context
+        if (settled := settled_by(least_bytes, least_bytes + more * kv_bytes)) is not None:
+            return settled
         return _needed_bytes(replace(facts, config=config), weigh) <= refusal.budget_bytes
 
     movable = {name: refusal.terms[name] for name in _movable(facts, weighed, refusal)}
