@@ -63,6 +63,7 @@ def weigh_kinds(
     tier: LinkTier = "host",
     prefetch: Kind = "next",
     tau: float = 0.5,
+    outside_s: float = 0.0,
 ) -> list[KvAlternative]:
     """Each kind placed within the budget and timed, the fastest first; what does not fit comes last.
 
@@ -70,6 +71,7 @@ def weigh_kinds(
         sizes: of the model; its KV and transient bytes are replaced by those of each kind.
         steps: passages to replay (`simulate.steps_of` a trace, or depths as expected), decoding alone.
         tier: where streamed layers rest; the cache of tier "host" comes from there at the same rate.
+        outside_s: seconds a token takes outside the layers, whatever the cache.
     """
     found = []
     for needs in kinds:
@@ -96,6 +98,7 @@ def weigh_kinds(
             tau=tau,
             min_exit=min_exit,
         )
+        setup = replace(setup, passage_s=outside_s)
         layers_s = simulate(steps, setup, prefetch).seconds / max(len(steps), 1)
         found.append(KvAlternative(needs, placement, layers_s, kv_seconds(needs, profile, tier)))
     return sorted(found, key=_cost)

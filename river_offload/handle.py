@@ -247,6 +247,10 @@ class River:
         """
         return self._measure_categories()
 
+    def held_at_most(self) -> dict[str, int]:
+        """Device bytes by category at the highest moment of the last generate, or of the one under way."""
+        return dict(self.account.peak_categories)
+
     def held(self) -> dict[str, int]:
         """Device bytes by category in the passage under way, or in the last one with all that it rose to; empty before
         the first one. What torch's allocator holds beyond that on a GPU is `unclaimed`.

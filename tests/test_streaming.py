@@ -209,6 +209,8 @@ def test_a_limited_link_brings_no_more_than_it_may(
     assert 0 < landed_bytes <= limit * (time.perf_counter() - started_s)
     assert record.copy_s >= 0.9 * landed_bytes / limit
     model.river.close()  # ends at once, whatever is held back
+    with pytest.raises(UsageError, match="link_limit has no effect: every layer fits"):
+        open_river("llama", mode="backbone", link_limit=limit)
 
 
 # Faults. After each the next generate works and computes what it should.

@@ -92,7 +92,7 @@ def refusal_lines(refusal: Mapping[str, Any], plan: Mapping[str, Any]) -> list[s
     remedies = [f"a budget of {format_size(refusal['needed_bytes'])} ({refusal['needed_bytes']} bytes)"]
     if refusal["largest_context"]:
         remedies.append(f"--context {refusal['largest_context']}")
-    for name in ("bits", "head_bits", "kv_bits"):
+    for name in ("bits", "head_bits", "kv_bits", "kv_tier"):
         if refusal[name]:
             remedies.append(f"--{name.replace('_', '-')} {refusal[name]}")
     return [
@@ -128,6 +128,6 @@ def _signed(nbytes: int) -> str:
 
 
 def _compared(planned_bytes: int, measured_bytes: int) -> tuple[str, str, str]:
-    difference = planned_bytes - measured_bytes
-    share = f" ({difference / measured_bytes:+.1%})" if measured_bytes else ""
+    difference = measured_bytes - planned_bytes
+    share = f" ({difference / planned_bytes:+.1%})" if planned_bytes else ""
     return format_size(planned_bytes), format_size(measured_bytes), f"{difference:+d} B{share}"

@@ -105,8 +105,13 @@ class ModelOptions:
         float | None,
         _option("--tau", "T", "River", "Leave the backbone when the exit signal passes this.", RiverConfig.tau),
     ] = None
-    draft: Annotated[str | None, _option("--draft", "N", "River", "Tokens drafted a check, or adaptive.")] = None
-    gate: Annotated[float | None, _option("--gate", "G", "River", "Margin up to which to ask.", DEFAULT_GATE)] = None
+    draft: Annotated[
+        str | None,
+        _option("--draft", "N", "River", "Tokens drafted a check, 1 to 32, or adaptive.", "adaptive; gated 16"),
+    ] = None
+    gate: Annotated[
+        float | None, _option("--gate", "G", "River", "Mode gated: margin up to which to ask.", DEFAULT_GATE)
+    ] = None
     min_exit: Annotated[
         int | None,
         _option("--min-exit", "N", "River", "Backbone layers before the first exit.", RiverConfig.min_exit),
@@ -198,7 +203,8 @@ class ModelOptions:
         for name, value in (("--bits", self.bits), ("--group-size", self.group_size)):
             if value is not None and mode.kind == "backbone":
                 raise UsageError(f"{name} has no effect in mode backbone, which has no river: leave it out")
-        for name, given in (("--prefetch", self.prefetch), ("--link-limit", self.link_limit)):
+        streaming = (("--prefetch", self.prefetch), ("--link-limit", self.link_limit), ("--slots", self.slots))
+        for name, given in streaming:
             if given is not None and mode.kind == "quantized":
                 raise UsageError(f"{name} has no effect in mode quantized, which streams nothing: leave it out")
         if self.prefetch == "oracle" and mode.kind == "exit" and not depths_forced:

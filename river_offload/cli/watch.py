@@ -55,13 +55,21 @@ class Watch:
     Args:
         held: device bytes by category now. Called in another thread than the work.
         planned_bytes: more than that is worth a warning, one for the whole life of this object.
+        peak: the same at the highest moment of all: looking some times a second would miss it.
     """
 
     def __init__(
-        self, terminal: Terminal, held: Callable[[], Held], planned_bytes: int, *, every_s: float = EVERY_S
+        self,
+        terminal: Terminal,
+        held: Callable[[], Held],
+        planned_bytes: int,
+        *,
+        peak: Callable[[], Held] = dict,
+        every_s: float = EVERY_S,
     ) -> None:
         self._terminal = terminal
         self._held = held
+        self._peak = peak
         self._planned_bytes = planned_bytes
         self._every_s = every_s
         self._warned = False
@@ -80,6 +88,7 @@ class Watch:
         self._thread.join()
         self._line.close()
         self._look()
+        self._note(in_few_words(self._peak()))
         if self._most:
             self._terminal.note(f"held at most: {_parts(self._most)}")
         if self._peak_bytes > self._planned_bytes and not self._warned:
@@ -99,10 +108,13 @@ class Watch:
 
     def _look(self) -> Held:
         held = in_few_words(self._held())
+        self._note(held)
+        return held
+
+    def _note(self, held: Held) -> None:
         for name, nbytes in held.items():
             self._most[name] = max(self._most.get(name, 0), nbytes)
         self._peak_bytes = max(self._peak_bytes, sum(held.values()))
-        return held
 
     def _too_much(self) -> str:
         over_bytes = self._peak_bytes - self._planned_bytes
@@ -129,7 +141,8 @@ def watching(options: WatchOptions, loaded: runtime.Loaded, terminal: Terminal) 
     """A context that watches a loaded model if that was asked for."""
     if not options.watch:
         return Unwatched()
-    return Watch(terminal, loaded.river.held, loaded.river.placement.planned_bytes)
+    river = loaded.river
+    return Watch(terminal, river.held, river.placement.planned_bytes, peak=river.held_at_most)
 
 
 def in_few_words(held: Held) -> dict[str, int]:

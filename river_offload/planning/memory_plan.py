@@ -15,7 +15,7 @@ from policies.kv_choice import KvAlternative, weigh_kinds
 from policies.profiles import HardwareProfile
 from policies.simulate import Step
 from policies.types import Mode, Placement, Refusal
-from river_offload.config import RiverConfig, check_mode
+from river_offload.config import RiverConfig, check_mode, format_size
 from river_offload.errors import UsageError
 from river_offload.memory.probes import MARGIN_SHARE, free_device_bytes
 from river_offload.planning.constants import device_constants
@@ -24,7 +24,7 @@ from river_offload.planning.kv_kinds import kv_needs
 from river_offload.planning.model_facts import ModelFacts, find_model
 from river_offload.planning.remedies import Remedies, find_remedies
 from river_offload.planning.sizes import Weighed, weigh, weigh_within
-from river_offload.planning.speed import Speed, estimate_speed, expected_depths
+from river_offload.planning.speed import Speed, estimate_speed, expected_depths, head_seconds
 from river_offload.progress import Progress, Silent
 from river_offload.quant.kernels import ordered
 from river_offload.quant.kernels.dense import Blocks
@@ -231,6 +231,7 @@ def _kv_alternatives(
             slots=config.slots,
             tier="disk" if device_type == "cpu" else "host",
             tau=config.tau,
+            outside_s=head_seconds(weighed.sizes, profile),
         )
     )
 
@@ -294,6 +295,10 @@ def _device_type(config: RiverConfig, profile: HardwareProfile | None) -> str:
 def _budget(
     config: RiverConfig, device_type: str, profile: HardwareProfile | None, constants: dict[str, int]
 ) -> tuple[int, str]:
+    if config.budget is not None and profile is not None:
+        room_bytes = profile.device_memory_bytes - sum(constants.values())
+        over = f", {format_size(config.budget - room_bytes)} more than {profile.name} has room for beside the constants"
+        return config.budget, "given" + (over if config.budget > room_bytes else "")
     if config.budget is not None:
         return config.budget, "given"
     if profile is not None:

@@ -88,6 +88,8 @@ def make_plan(config: RiverConfig, progress: Progress) -> Plan:
         if isinstance(placement, Refusal):
             raise _does_not_fit(placement, config)
         _check_host(config, placement, device, cache_dir)
+        if config.link_limit is not None and not placement.streamed_layers:
+            raise UsageError("link_limit has no effect: every layer fits the budget, nothing is streamed; leave it out")
     except BaseException:
         checkpoint.close()
         raise

@@ -39,6 +39,8 @@ class Remedies:
     """The most that fit, fewer than were asked for."""
     kv_bits: int | None
     """The same for keys and values."""
+    kv_tier: str | None
+    """ "host" where keys and values off the device would do."""
     advice: tuple[str, ...]
 
     def as_json(self) -> dict[str, Any]:
@@ -76,6 +78,16 @@ def find_remedies(facts: ModelFacts, weighed: Weighed, refusal: Refusal, weigh: 
             return settled
         return _needed_bytes(replace(facts, config=config), weigh) <= refusal.budget_bytes
 
+    def fits_off_the_device() -> bool:
+        # One layer's keys and values stay, as attention reads them. Windows stay, too: then a dry run tells.
+        kv_bytes = refusal.terms["kv"]
+        least_bytes = refusal.needed_bytes - kv_bytes * (1 - 1 / weighed.sizes.num_layers)
+        if (settled := settled_by(least_bytes, refusal.budget_bytes + 1)) is not None:
+            return settled
+        return (
+            _needed_bytes(replace(facts, config=replace(facts.config, kv_tier="host")), weigh) <= refusal.budget_bytes
+        )
+
     movable = {name: refusal.terms[name] for name in _movable(facts, weighed, refusal)}
     largest = max(movable, key=movable.__getitem__, default="")
     config = facts.config
@@ -87,6 +99,7 @@ def find_remedies(facts: ModelFacts, weighed: Weighed, refusal: Refusal, weigh: 
         bits=next((bits for bits, other in _fewer_bits(config, refusal) if fits(other)), None),
         head_bits=next((bits for bits, other in _fewer_head_bits(config, weighed) if fits(other)), None),
         kv_bits=next((bits for bits, other in _fewer_kv_bits(config, refusal) if fits_with_another_cache(other)), None),
+        kv_tier="host" if config.kv_tier == "device" and fits_off_the_device() else None,
         advice=refusal.advice,
     )
 

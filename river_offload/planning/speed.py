@@ -7,10 +7,11 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from policies.depths import GeometricDepths
+from policies.kv_choice import KvNeeds, kv_seconds
 from policies.prefetch import KINDS
 from policies.profiles import HardwareProfile, load_profile, setup_on
 from policies.simulate import Setup, Step, simulate
-from policies.types import Mode, Placement
+from policies.types import Mode, ModelSizes, Placement
 from river_offload.config import RiverConfig
 from river_offload.errors import UsageError
 from river_offload.planning.sizes import Weighed
@@ -66,6 +67,8 @@ def expected_depths(mode: Mode, min_exit: int, num_layers: int, mean_depth: floa
 
     Raises UsageError for a mean that cannot be, or cannot take effect.
     """
+    if mode.drafts and mean_depth is not None:
+        raise UsageError(f"mean_depth has no effect in mode {mode}: drafting is not simulated, only its checks are")
     if mode.kind != "exit":
         if mean_depth is not None:
             raise UsageError(f"mean_depth has no effect in mode {mode}, which fixes the depth of every token")
@@ -103,7 +106,18 @@ def _setup(
         # The simulator knows one link: a layer on disk is one that is as many times larger as the disk is slower.
         slower = machine.link_bytes_per_s("host") / machine.link_bytes_per_s("disk")
         streamed = {i: nbytes if i in held_layers else round(nbytes * slower) for i, nbytes in streamed.items()}
-    # Every token reads the head and all that is cached.
-    read_bytes = (sizes.head_bytes or sizes.embed_bytes) + sizes.kv_bytes
-    read_s = read_bytes / (machine.memory_bytes_per_s * machine.backbone_read_efficiency)
-    return replace(setup, streamed=streamed, passage_s=read_s)
+    passage_s = head_seconds(sizes, machine) + _kv_seconds(sizes, config, device_type, machine)
+    return replace(setup, streamed=streamed, passage_s=passage_s)
+
+
+def head_seconds(sizes: ModelSizes, machine: HardwareProfile) -> float:
+    """What reading the head takes a token."""
+    return (sizes.head_bytes or sizes.embed_bytes) / (machine.memory_bytes_per_s * machine.backbone_read_efficiency)
+
+
+def _kv_seconds(sizes: ModelSizes, config: RiverConfig, device_type: str, machine: HardwareProfile) -> float:
+    """What a full cache of the kind in `config` costs a token, wherever it rests (`policies.kv_choice`)."""
+    resting_bytes = sizes.kv_host_bytes or sizes.kv_bytes
+    full_bytes = resting_bytes * 16 // config.kv_bits
+    needs = KvNeeds(config.kv_bits, config.kv_tier, sizes.kv_bytes, sizes.kv_host_bytes, 0, full_bytes)
+    return kv_seconds(needs, machine, "disk" if device_type == "cpu" else "host")

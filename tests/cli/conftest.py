@@ -116,6 +116,9 @@ class StubModel:
     def held(self) -> dict[str, int]:
         return {"backbone": 70 * 2**20, "kv": self.held_kv_bytes, "logits": 0}
 
+    def held_at_most(self):
+        return {}
+
     def report(self) -> dict[str, Any]:
         return {
             "new_tokens": self._new_tokens,

@@ -75,6 +75,11 @@ def test_what_a_refusal_says_would_fit_fits() -> None:
     assert plan_memory(replace(config, quant=QuantConfig(bits=remedies.bits))).fits
     assert remedies.kv_bits is not None
     assert plan_memory(replace(config, kv_bits=remedies.kv_bits)).fits
+    assert remedies.kv_tier == "host"
+    away = plan_memory(replace(config, kv_tier="host"))
+    assert away.fits
+    # What rests elsewhere is paid for with every token.
+    assert away.speed.seconds > plan_memory(replace(config, budget=away.peak_device_bytes * 2)).speed.seconds
 
 
 def test_exit_codes_and_json_of_the_command() -> None:
