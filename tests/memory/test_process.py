@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import json
 import os
 import resource
@@ -107,6 +108,7 @@ def test_without_nvml_the_rest_has_its_reason() -> None:
 
 
 def test_what_nobody_claims_on_a_cpu() -> None:
+    gc.collect()  # what earlier tests left must not be freed in between
     before = read_process(CPU)
     held = torch.ones(48 * MIB, dtype=torch.uint8)
     rests = unattributed(32 * MIB, before, read_process(CPU))
