@@ -110,34 +110,8 @@ def load(
         BudgetError: it does not fit; `needed_bytes` is the smallest budget that works.
         CacheError: the river cannot be written to cache_dir.
     """
-    config = RiverConfig.from_options(
-        model=model,
-        budget=budget,
-        host_budget=host_budget,
-        context=context,
-        batch=batch,
-        prefill_chunk=prefill_chunk,
-        kv_bits=kv_bits,
-        kv_tier=kv_tier,
-        mode=mode,
-        tau=tau,
-        min_exit=min_exit,
-        quant=quant or QuantConfig(),
-        head_bits=head_bits,
-        device=device,
-        dtype=dtype,
-        cache_dir=cache_dir,
-        slots=slots,
-        prefetch=prefetch,
-        link_limit=link_limit,
-        on_miss=on_miss,
-        prefill=prefill,
-        draft=draft,
-        gate=gate,
-        also_modes=also_modes,
-        trust_remote_code=trust_remote_code,
-    )
-    return load_config(config, progress)
+    options = {name: value for name, value in locals().items() if name != "progress"}  # each is named once, above
+    return load_config(RiverConfig.from_options(**options | {"quant": quant or QuantConfig()}), progress)
 
 
 def load_config(config: RiverConfig, progress: Progress | None = None) -> PreTrainedModel:

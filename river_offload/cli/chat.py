@@ -14,10 +14,10 @@ from river_offload.cli.options import (
     CHAT_NEW_TOKENS,
     ModelOptions,
     OutputOptions,
-    PromptOptions,
     SamplingOptions,
     with_options,
 )
+from river_offload.cli.prompt_options import PromptOptions
 from river_offload.cli.streams import require_stdin, require_stdout, unreadable
 from river_offload.cli.terminal import Terminal, boundary
 from river_offload.cli.transcript import Transcript, has_template

@@ -7,10 +7,10 @@ from river_offload.cli.options import (
     GENERATE_NEW_TOKENS,
     ModelOptions,
     OutputOptions,
-    PromptOptions,
     SamplingOptions,
     with_options,
 )
+from river_offload.cli.prompt_options import PromptOptions
 from river_offload.cli.report import closing_line, json_object, print_json
 from river_offload.cli.streams import require_stdout
 from river_offload.cli.terminal import Terminal, boundary

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from river_offload.cli.mem_options import MeasureOptions
 from river_offload.cli.mem_report import run_report
-from river_offload.cli.options import MeasureOptions, ModelOptions, ShowOptions, with_options
+from river_offload.cli.options import ModelOptions, ShowOptions, with_options
 from river_offload.cli.report import print_json
 from river_offload.cli.runtime import hush_libraries
 from river_offload.cli.streams import require_stdout

@@ -9,8 +9,9 @@ from typing import Any
 
 import typer
 
+from river_offload.cli.mem_options import PlanOptions
 from river_offload.cli.mem_report import plan_report
-from river_offload.cli.options import ModelOptions, PlanOptions, ShowOptions, with_options
+from river_offload.cli.options import ModelOptions, ShowOptions, with_options
 from river_offload.cli.report import print_json
 from river_offload.cli.runtime import hush_libraries
 from river_offload.cli.streams import require_stdout

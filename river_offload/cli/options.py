@@ -1,4 +1,4 @@
-"""The options of all commands, each written once, and the checks that need nothing but the options.
+"""The options that several commands share, each written once, and the checks that need nothing but the options.
 
 A group is a dataclass whose fields carry their `typer.Option`; `with_options` gives a command the options of its
 groups and hands it one object per group. None means "not given", so that an option that cannot take effect can be
@@ -11,7 +11,6 @@ import functools
 import inspect
 import math
 import re
-import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, fields
@@ -22,7 +21,6 @@ import typer
 
 from policies.types import Mode
 from river_offload.cli.help import NOTHING
-from river_offload.cli.streams import reason
 from river_offload.config import DEFAULT_GATE, QuantConfig, RiverConfig
 from river_offload.errors import UsageError
 
@@ -36,7 +34,8 @@ _MODEL = typer.Argument(
 )
 
 
-def _option(name: str, metavar: str, panel: str, help: str, default: object = None, **more: Any) -> Any:
+def option(name: str, metavar: str, panel: str, help: str, default: object = None, **more: Any) -> Any:
+    """A `typer.Option` that takes a value; `default` is what the help says it is, `more` goes to it as it is."""
     shown = help if default is None else f"{help} [dim]Default: {default}.[/dim]"
     return typer.Option(name, help=shown, metavar=metavar, rich_help_panel=panel, show_default=False, **more)
 
@@ -57,83 +56,46 @@ def flag(*names: str, help: str, panel: str | None = None, **more: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class PromptOptions:
-    """What the model is asked."""
-
-    prompt: Annotated[str | None, _option("--prompt", "TEXT", "Prompt", "The prompt.")] = None
-    prompt_file: Annotated[
-        str | None,
-        _option("--prompt-file", "FILE", "Prompt", "Read the prompt from a UTF-8 file; - is standard input."),
-    ] = None
-    system: Annotated[str | None, _option("--system", "TEXT", "Prompt", "A system message for the chat template.")] = (
-        None
-    )
-    raw: Annotated[bool, flag("--raw", panel="Prompt", help="Continue plain text: no chat template.")] = False
-
-    def check(self) -> None:
-        """Raises UsageError for options that exclude each other."""
-        if self.prompt is not None and self.prompt_file is not None:
-            raise UsageError("--prompt and --prompt-file are both given: keep one")
-        if self.system is not None and self.raw:
-            raise UsageError("--system needs the chat template that --raw leaves out: drop one of them")
-        for name, text in (("--prompt", self.prompt), ("--system", self.system)):
-            if text is not None:
-                _require_utf8(name, text)
-
-    def read(self) -> str | None:
-        """The prompt, or None when none was given. Raises UsageError for an unreadable file or an empty prompt."""
-        text = self.prompt
-        if self.prompt_file is not None:
-            text = _read_prompt_file(self.prompt_file)
-            if not self.raw:
-                text = text.removesuffix("\n")  # editors end a file with one; plain text is kept to the letter
-        if text is not None and (not text if self.raw else not text.strip()):
-            source = "--prompt" if self.prompt_file is None else f"--prompt-file {self.prompt_file}"
-            raise UsageError(f"{source} is empty: the model needs at least one token to start from")
-        return text
-
-
-@dataclass(frozen=True)
 class ModelOptions:
     """What `river_offload.load` is asked."""
 
     mode: Annotated[
         str | None,
-        _option("--mode", "MODE", "River", "exit, backbone, lossless, gated, quantized or fixed:D.", RiverConfig.mode),
+        option("--mode", "MODE", "River", "exit, backbone, lossless, gated, quantized or fixed:D.", RiverConfig.mode),
     ] = None
     tau: Annotated[
         float | None,
-        _option("--tau", "T", "River", "Leave the backbone when the exit signal passes this.", RiverConfig.tau),
+        option("--tau", "T", "River", "Leave the backbone when the exit signal passes this.", RiverConfig.tau),
     ] = None
     draft: Annotated[
         str | None,
-        _option("--draft", "N", "River", "Tokens drafted a check, 1 to 32, or adaptive.", "adaptive; gated 16"),
+        option("--draft", "N", "River", "Tokens drafted a check, 1 to 32, or adaptive.", "adaptive; gated 16"),
     ] = None
     gate: Annotated[
-        float | None, _option("--gate", "G", "River", "Mode gated: margin up to which to ask.", DEFAULT_GATE)
+        float | None, option("--gate", "G", "River", "Mode gated: margin up to which to ask.", DEFAULT_GATE)
     ] = None
     min_exit: Annotated[
         int | None,
-        _option("--min-exit", "N", "River", "Backbone layers before the first exit.", RiverConfig.min_exit),
+        option("--min-exit", "N", "River", "Backbone layers before the first exit.", RiverConfig.min_exit),
     ] = None
     bits: Annotated[
-        int | None, _option("--bits", "N", "River", "Bits of a river weight: 2, 3, 4 or 8.", QuantConfig.bits)
+        int | None, option("--bits", "N", "River", "Bits of a river weight: 2, 3, 4 or 8.", QuantConfig.bits)
     ] = None
     group_size: Annotated[
         int | None,
-        _option("--group-size", "N", "River", "Weights that share a scale: 32, 64 or 128.", QuantConfig.group_size),
+        option("--group-size", "N", "River", "Weights that share a scale: 32, 64 or 128.", QuantConfig.group_size),
     ] = None
     head_bits: Annotated[
         int | None,
-        _option("--head-bits", "N", "River", "Bits of an untied LM head: 16, 8 or 4.", RiverConfig.head_bits),
+        option("--head-bits", "N", "River", "Bits of an untied LM head: 16, 8 or 4.", RiverConfig.head_bits),
     ] = None
     budget: Annotated[
         str | None,
-        _option("--budget", "SIZE", "Memory", "Device memory to stay within: 8GiB, 600MiB.", "what is free"),
+        option("--budget", "SIZE", "Memory", "Device memory to stay within: 8GiB, 600MiB.", "what is free"),
     ] = None
     context: Annotated[
         int | None,
-        _option(
+        option(
             "--context",
             "N",
             "Memory",
@@ -144,44 +106,44 @@ class ModelOptions:
     ] = None
     kv_bits: Annotated[
         int | None,
-        _option("--kv-bits", "N", "Memory", "Bits of a cached key or value: 16, 8 or 4.", RiverConfig.kv_bits),
+        option("--kv-bits", "N", "Memory", "Bits of a cached key or value: 16, 8 or 4.", RiverConfig.kv_bits),
     ] = None
     kv_tier: Annotated[
         str | None,
-        _option("--kv-tier", "TIER", "Memory", "Where the KV cache rests: device or host.", RiverConfig.kv_tier),
+        option("--kv-tier", "TIER", "Memory", "Where the KV cache rests: device or host.", RiverConfig.kv_tier),
     ] = None
     slots: Annotated[
-        int | None, _option("--slots", "N", "Memory", "Buffers that streamed layers pass through.", RiverConfig.slots)
+        int | None, option("--slots", "N", "Memory", "Buffers that streamed layers pass through.", RiverConfig.slots)
     ] = None
     prefetch: Annotated[
         str | None,
-        _option("--prefetch", "KIND", "Memory", "Ahead of need: none, next, predicted, oracle.", RiverConfig.prefetch),
+        option("--prefetch", "KIND", "Memory", "Ahead of need: none, next, predicted, oracle.", RiverConfig.prefetch),
     ] = None
     link_limit: Annotated[
         str | None,
-        _option("--link-limit", "SIZE", "Memory", "Bytes a second from disk at most: act a slower disk.", "no limit"),
+        option("--link-limit", "SIZE", "Memory", "Bytes a second from disk at most: act a slower disk.", "no limit"),
     ] = None
     on_miss: Annotated[
         str | None,
-        _option("--on-miss", "WHAT", "Memory", "For a layer that is not there: wait, or exit.", RiverConfig.on_miss),
+        option("--on-miss", "WHAT", "Memory", "For a layer that is not there: wait, or exit.", RiverConfig.on_miss),
     ] = None
     prefill: Annotated[
         str | None,
-        _option("--prefill", "HOW", "River", "A prompt may exit, runs the backbone, or auto.", RiverConfig.prefill),
+        option("--prefill", "HOW", "River", "A prompt may exit, runs the backbone, or auto.", RiverConfig.prefill),
     ] = None
     prefill_chunk: Annotated[
-        int | None, _option("--prefill-chunk", "N", "Memory", "Prompt tokens a layer reads at once.", "what fits best")
+        int | None, option("--prefill-chunk", "N", "Memory", "Prompt tokens a layer reads at once.", "what fits best")
     ] = None
     device: Annotated[
-        str | None, _option("--device", "D", "Memory", "auto, cpu, cuda or cuda:N.", RiverConfig.device)
+        str | None, option("--device", "D", "Memory", "auto, cpu, cuda or cuda:N.", RiverConfig.device)
     ] = None
     dtype: Annotated[
         str | None,
-        _option("--dtype", "D", "Memory", "auto, float32, bfloat16 or float16.", RiverConfig.dtype),
+        option("--dtype", "D", "Memory", "auto, float32, bfloat16 or float16.", RiverConfig.dtype),
     ] = None
     cache_dir: Annotated[
         str | None,
-        _option(
+        option(
             "--cache-dir",
             "DIR",
             "River",
@@ -236,14 +198,14 @@ class SamplingOptions:
     """How tokens are chosen and how many."""
 
     max_new_tokens: Annotated[
-        int | None, _option("--max-new-tokens", "N", "Sampling", "Tokens to write at most.", _NEW_TOKENS)
+        int | None, option("--max-new-tokens", "N", "Sampling", "Tokens to write at most.", _NEW_TOKENS)
     ] = None
     temperature: Annotated[
-        float | None, _option("--temperature", "T", "Sampling", "0 takes the likeliest token.", 0)
+        float | None, option("--temperature", "T", "Sampling", "0 takes the likeliest token.", 0)
     ] = None
-    top_p: Annotated[float | None, _option("--top-p", "P", "Sampling", "Sample from this share of probability.")] = None
-    top_k: Annotated[int | None, _option("--top-k", "K", "Sampling", "Sample from the K likeliest tokens.")] = None
-    seed: Annotated[int | None, _option("--seed", "S", "Sampling", "Make sampling repeatable.")] = None
+    top_p: Annotated[float | None, option("--top-p", "P", "Sampling", "Sample from this share of probability.")] = None
+    top_k: Annotated[int | None, option("--top-k", "K", "Sampling", "Sample from the K likeliest tokens.")] = None
+    seed: Annotated[int | None, option("--seed", "S", "Sampling", "Make sampling repeatable.")] = None
 
     @property
     def greedy(self) -> bool:
@@ -279,15 +241,13 @@ class BenchOptions:
 
     depths: Annotated[
         str | None,
-        _option(
-            "--depths", "DEPTHS", "Bench", "Force the exits: fixed:D, geometric:MEAN[,full=SHARE] or a trace file."
-        ),
+        option("--depths", "DEPTHS", "Bench", "Force the exits: fixed:D, geometric:MEAN[,full=SHARE] or a trace file."),
     ] = None
-    tokens: Annotated[int | None, _option("--tokens", "N", "Bench", "Tokens to count.", 64)] = None
+    tokens: Annotated[int | None, option("--tokens", "N", "Bench", "Tokens to count.", 64)] = None
     prompt_tokens: Annotated[
-        int | None, _option("--prompt-tokens", "N", "Bench", "Random tokens to start from.", 32)
+        int | None, option("--prompt-tokens", "N", "Bench", "Random tokens to start from.", 32)
     ] = None
-    seed: Annotated[int | None, _option("--seed", "S", "Bench", "Of the prompt and of drawn depths.", 0)] = None
+    seed: Annotated[int | None, option("--seed", "S", "Bench", "Of the prompt and of drawn depths.", 0)] = None
 
     def check(self, model: ModelOptions) -> None:
         """Raises UsageError for a value out of range and for options that exclude each other."""
@@ -305,54 +265,6 @@ class BenchOptions:
 
 
 @dataclass(frozen=True)
-class PlanOptions:
-    """What a plan asks beyond `load`."""
-
-    profile: Annotated[
-        str | None,
-        _option("--profile", "NAME", "Machine", "Plan for this machine: a built-in name or a .toml file."),
-    ] = None
-    host_budget: Annotated[
-        str | None,
-        _option("--host-budget", "SIZE", "Machine", "Main memory for layers that wait there, beside a GPU."),
-    ] = None
-    batch: Annotated[int | None, _option("--batch", "B", "Machine", "Rows to plan for.", RiverConfig.batch)] = None
-    mean_depth: Annotated[
-        float | None,
-        _option("--mean-depth", "D", "Machine", "Backbone layers of a token, for the speed in mode exit.", 3),
-    ] = None
-
-    def load_arguments(self) -> dict[str, Any]:
-        """Those that `load` takes, too."""
-        given = {"host_budget": self.host_budget, "batch": self.batch}
-        return {name: value for name, value in given.items() if value is not None}
-
-
-@dataclass(frozen=True)
-class MeasureOptions:
-    """What a measurement runs."""
-
-    new_tokens: Annotated[int | None, _option("--new-tokens", "N", "Run", "Tokens to generate.", 8)] = None
-    batch: Annotated[int | None, _option("--batch", "B", "Run", "Rows to run.", RiverConfig.batch)] = None
-    seed: Annotated[int | None, _option("--seed", "S", "Run", "Of the random tokens.", 0)] = None
-
-    def check(self, context: int | None) -> None:
-        """Raises UsageError for a value out of range."""
-        planned = RiverConfig.context if context is None else context
-        if self.new_tokens is not None and not 1 <= self.new_tokens < planned:
-            raise UsageError(
-                f"--new-tokens is {self.new_tokens}: expected 1 to {planned - 1}, so that a prompt fits beside them "
-                f"in a context of {planned}"
-            )
-        if self.seed is not None and not 0 <= self.seed < 2**63:
-            raise UsageError(f"--seed is {self.seed}: expected a whole number from 0 to 2^63 - 1")
-
-    def load_arguments(self) -> dict[str, Any]:
-        """Those that `load` takes, too."""
-        return {} if self.batch is None else {"batch": self.batch}
-
-
-@dataclass(frozen=True)
 class ShowOptions:
     """What is shown."""
 
@@ -366,7 +278,7 @@ class OutputOptions(ShowOptions):
 
     trace: Annotated[
         str | None,
-        _option("--trace", "FILE", "Output", "Write one JSON line per forward pass to a file."),
+        option("--trace", "FILE", "Output", "Write one JSON line per forward pass to a file."),
     ] = None
 
     def check(self) -> None:
@@ -411,22 +323,3 @@ def with_options(*groups: type[Any]) -> Callable[[Callable[..., None]], Callable
         return wrapper
 
     return decorate
-
-
-def _read_prompt_file(name: str) -> str:
-    try:
-        if name == "-":
-            return sys.stdin.buffer.read().decode("utf-8")
-        return Path(name).read_bytes().decode("utf-8")
-    except OSError as error:
-        raise UsageError(f"--prompt-file {name} cannot be read: {reason(error)}") from error
-    except UnicodeDecodeError as error:
-        raise UsageError(f"--prompt-file {name} is not UTF-8 text ({error.reason} at byte {error.start})") from error
-
-
-def _require_utf8(name: str, text: str) -> None:
-    # Bytes that are not UTF-8 reach Python's arguments as lone surrogates, which no tokenizer accepts.
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise UsageError(f"{name} is not UTF-8 text (at character {error.start})") from error

@@ -20,12 +20,13 @@ from river_offload.errors import UnsupportedError
 from river_offload.kv.kind import PLAIN, KvKind
 from river_offload.kv.memory import Allocate, plain_memory
 from river_offload.kv.resting import RestingLayer, Workspace, check_room
+from river_offload.kv.rows import RowsLayer
 
 Mark = list[dict[str, Any]]
 """The state of a cache between two passes, by layer."""
 
 
-class SharedLayer(DynamicLayer):
+class SharedLayer(RowsLayer):
     """Keys and values of one depth, [batch, kv_heads, capacity, head_dim], filled from the front.
 
     `keys` and `values` are views of what is filled. Transformers' own layer concatenates instead: each step would hold
@@ -86,23 +87,11 @@ class SharedLayer(DynamicLayer):
         if self.is_initialized:
             self._show(0)
 
-    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        """Row i becomes old row beam_idx[i], in place (beam search)."""
-        self._replace_rows(beam_idx)
-
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keep the rows `indices`."""
-        self._replace_rows(indices)
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Every row `repeats` times."""
-        if self.is_initialized:
-            assert self._key_buffer is not None
-            self._replace_rows(torch.arange(len(self._key_buffer), device=self.device).repeat_interleave(repeats))
+    def _row_count(self) -> int:
+        assert self._key_buffer is not None
+        return len(self._key_buffer)
 
     def _replace_rows(self, rows: torch.Tensor) -> None:
-        if not self.is_initialized:
-            return
         assert self._key_buffer is not None and self._value_buffer is not None
         length = self.get_seq_length()
         keys, values = (t.index_select(0, rows.to(t.device)) for t in (self.keys, self.values))

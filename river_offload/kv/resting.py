@@ -6,12 +6,12 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from transformers.cache_utils import DynamicLayer
 
 from river_offload.errors import ContextError
 from river_offload.kv.kind import RECENT_TOKENS, ROLLBACK_TOKENS, KvKind
 from river_offload.kv.memory import Allocate, device_memory
 from river_offload.kv.rest import PlainRest, QuantizedRest, Rest
+from river_offload.kv.rows import RowsLayer
 
 
 def check_room(rows: int, held_rows: int, end: int, capacity: int) -> None:
@@ -46,7 +46,7 @@ class Workspace:
         return buffer[:, :, :length]
 
 
-class RestingLayer(DynamicLayer):
+class RestingLayer(RowsLayer):
     """Keys and values of one depth: old tokens at rest, recent ones in full precision on the device.
 
     `update` brings all of them into the workspace that the layers share, so attention stays transformers' own. What it
@@ -156,20 +156,6 @@ class RestingLayer(DynamicLayer):
         """Forget every token, keep the memory."""
         self.crop(-self._length)
 
-    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        """Row i becomes old row beam_idx[i] (beam search)."""
-        self._replace_rows(beam_idx)
-
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keep the rows `indices`."""
-        self._replace_rows(indices)
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Every row `repeats` times."""
-        if self.is_initialized:
-            rows = len(self._held()[1][0])
-            self._replace_rows(torch.arange(rows, device=self.device).repeat_interleave(repeats))
-
     def device_tensors(self) -> Iterator[torch.Tensor]:
         """What the layer holds on the device, the shared workspace left out."""
         if self.is_initialized:
@@ -227,9 +213,10 @@ class RestingLayer(DynamicLayer):
             fetched.append(states)
         self._recent_start, self._recent = start, (fetched[0], fetched[1])
 
+    def _row_count(self) -> int:
+        return len(self._held()[1][0])
+
     def _replace_rows(self, rows: torch.Tensor) -> None:
-        if not self.is_initialized:
-            return
         rests, (keys, values) = self._held()
         for rest in rests:
             rest.select_rows(rows)

@@ -9,6 +9,7 @@ from typing import Any, Literal
 from policies.depths import GeometricDepths
 from policies.kv_choice import KvNeeds, kv_seconds
 from policies.prefetch import KINDS
+from policies.prefill import typical_profile
 from policies.profiles import HardwareProfile, load_profile, setup_on
 from policies.simulate import Setup, Step, simulate
 from policies.types import Mode, ModelSizes, Placement
@@ -18,8 +19,6 @@ from river_offload.planning.sizes import Weighed
 
 PAPER_MEAN_DEPTH = 3.0
 """Backbone layers of a token on Llama-3.1-8B at tau 0.5 (River-LLM, arXiv 2604.18396)."""
-ASSUMED_PROFILES = {"cpu": "cpu-cloud-2core", "cuda": "rtx-4060-8gb"}
-"""Whose rates are taken when no machine is named."""
 _TOKENS = 128
 
 
@@ -52,7 +51,7 @@ def estimate_speed(
     mean_depth: float | None,
 ) -> Speed:
     """Replay tokens whose depths are spread as a river's are. Raises UsageError for a mean that cannot be."""
-    machine = profile or load_profile(ASSUMED_PROFILES[device_type])
+    machine = profile or load_profile(typical_profile(device_type))
     depths = expected_depths(placement.mode, placement.min_exit, weighed.sizes.num_layers, mean_depth)
     setup = _setup(weighed, placement, held_layers, device_type, config, machine)
     kind = next(kind for kind in KINDS if kind == config.prefetch)

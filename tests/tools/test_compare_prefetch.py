@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -13,16 +12,6 @@ import pytest
 from families import budget_for
 
 from policies.prefetch import KINDS
-
-
-@pytest.fixture(scope="module")
-def tool() -> ModuleType:
-    path = Path(__file__).parents[2] / "tools" / "compare_prefetch.py"
-    spec = importlib.util.spec_from_file_location("compare_prefetch", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def test_every_kind_runs_the_same_depths_in_every_round(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import random
 from pathlib import Path
@@ -15,16 +14,6 @@ from policies.predictor import DepthPredictor
 from river_offload.trace import PassageRecord, Trace
 
 LAYERS = 6
-
-
-@pytest.fixture(scope="module")
-def tool() -> ModuleType:
-    path = Path(__file__).parents[2] / "tools" / "fit_predictor.py"
-    spec = importlib.util.spec_from_file_location("fit_predictor", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def record(index: int, depth: int, margin: float, **changes: Any) -> PassageRecord:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from pathlib import Path
 from types import ModuleType
@@ -13,16 +12,6 @@ import torch
 from policies.profiles import load_profile, setup_on
 
 SHAPES = ((64, 128), (128, 64))
-
-
-@pytest.fixture(scope="module")
-def tool() -> ModuleType:
-    path = Path(__file__).parents[2] / "tools" / "link_bandwidth.py"
-    spec = importlib.util.spec_from_file_location("link_bandwidth", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 from types import ModuleType
@@ -25,16 +24,6 @@ PARAMETERS = {
     "phi-4-mini": 3.84,
     "qwen3-8b": 8.19,
 }
-
-
-@pytest.fixture(scope="module")
-def tool() -> ModuleType:
-    path = Path(__file__).parents[2] / "tools" / "make_checkpoint.py"
-    spec = importlib.util.spec_from_file_location("make_checkpoint", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture
