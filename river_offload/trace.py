@@ -86,6 +86,11 @@ class Trace:
     def append(self, record: PassageRecord) -> None:
         self.records.append(record)
 
+    def _checked(self, record: PassageRecord) -> PassageRecord:
+        if record.depth > self.num_layers:
+            raise UsageError(f"depth is {record.depth}: expected at most {self.num_layers}, the layers of the header")
+        return record
+
     def clear(self) -> None:
         """Forget the records; the header stays."""
         self.records.clear()
@@ -122,7 +127,7 @@ class Trace:
                         if trace is None:
                             trace = cls._from_header(_parse_object(line))
                         else:
-                            trace.append(PassageRecord.from_dict(_parse_object(line)))
+                            trace.append(trace._checked(PassageRecord.from_dict(_parse_object(line))))
                     except UsageError as error:
                         raise UsageError(f"trace {path}, line {number}: {error}") from error
         except OSError as error:

@@ -19,7 +19,7 @@ from typing import Any
 
 from policies.prefetch import KINDS
 from river_offload.config import RiverConfig
-from river_offload.errors import RiverError
+from river_offload.errors import RiverError, UsageError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -36,18 +36,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def compare(options: argparse.Namespace) -> dict[str, Any]:
     """Load once, run every kind in every round. Raises UsageError and what `load` raises."""
-    from river_offload.eval.bench import Request, forced_depths, measure, read_depths  # brings torch
-    from river_offload.loading import load_config
-    from river_offload.streaming import make_prefetcher
-
+    if options.rounds < 1:
+        raise UsageError(f"rounds is {options.rounds}: expected a whole number of at least 1")
     config = RiverConfig.from_options(
         model=options.model, budget=options.budget, context=options.context, slots=options.slots,
         link_limit=options.link_limit, cache_dir=options.cache_dir,
     )  # fmt: skip
+    from river_offload.eval.bench import Request, forced_depths, measure, read_depths  # brings torch
+    from river_offload.loading import load_config
+    from river_offload.streaming import make_prefetcher
+
     request = Request(tokens=options.tokens, depths=read_depths(options.depths), seed=options.seed)
     runs: dict[str, list[dict[str, float]]] = {kind: [] for kind in KINDS}
     model = load_config(config)
     with model.river as river:
+        if not river.placement.streamed_layers:
+            raise UsageError("every layer fits the budget, there is nothing to fetch ahead: give a smaller --budget")
         forced = forced_depths(request, river.num_layers, config.min_exit)
         for _ in range(options.rounds):
             for kind in KINDS:

@@ -82,9 +82,12 @@ def lines(found: dict[str, Any]) -> list[str]:
     names = {"begin": "before the first layer", "signal": "after each signal"}
     for moment, name in names.items():
         one = found[moment]
+        worst = "too few samples in every decile to tell the reliability"
+        if any(decile["count"] >= ENOUGH_SAMPLES for decile in one["deciles"]):
+            worst = f"worst decile of {ENOUGH_SAMPLES} samples or more off by {one['worst_decile']:.3f}"
         said.append(
-            f"{name}: Brier {one['brier']:.4f}, base rate {one['base_rate_brier']:.4f} "
-            f"({one['samples']} samples); worst decile off by {one['worst_decile']:.3f}"
+            f"{name}: Brier {one['brier']:.4f}, that of the base rate {one['base_rate_brier']:.4f} "
+            f"({one['samples']} samples); {worst}"
         )
         for tenth, decile in enumerate(one["deciles"]):
             if decile["count"]:

@@ -60,6 +60,12 @@ class Request:
     """None: the mode decides, as ever."""
     seed: int = 0
 
+    def __post_init__(self) -> None:
+        """Raises UsageError for counts below 1."""
+        for name, value in (("tokens", self.tokens), ("prompt_tokens", self.prompt_tokens)):
+            if value is not None and value < 1:
+                raise UsageError(f"{name} is {value}: expected a whole number of at least 1")
+
     def counted(self) -> int:
         """Tokens that are counted. Raises UsageError when a trace has too few passages to count any."""
         if self.tokens is not None:
@@ -245,6 +251,8 @@ def result(ceilings: Ceilings, run: Run, config: dict[str, Any]) -> dict[str, An
     nbytes = sum(record.bytes_streamed for record in records)
     stall_s = sum(record.wait_s for record in records)
     link = ceilings.link_bytes_per_s
+    if link and config.get("link_limit"):
+        link = min(link, config["link_limit"])  # what it is held to, not what the disk could do
     copy_s = _copy_s(records, nbytes, link)
     ordered = sorted(run.token_s)
     return {

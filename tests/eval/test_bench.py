@@ -60,6 +60,12 @@ def test_the_figures_follow_from_the_records() -> None:
     json.dumps(figures, allow_nan=False)
 
 
+def test_a_limited_link_is_set_beside_its_limit() -> None:
+    records = [record(3, bytes_streamed=2**29)]
+    figures = result(Ceilings(1e10, GIB_PER_S), Run(records, [1.0], 0.5, report()), {"link_limit": 2**29})
+    assert figures["link_over_ceiling"] == pytest.approx(1.0)
+
+
 def test_a_run_without_streaming_has_no_link_figures() -> None:
     figures = result(Ceilings(1e10, None), Run([record(2)], [0.1], 0.5, report()), {})
     assert (figures["hidden_copy_share"], figures["link_over_ceiling"], figures["bytes_per_token"]) == (None, None, 0)

@@ -45,3 +45,17 @@ def test_recovered_is_the_share_of_the_stall_between_none_and_oracle(tool: Modul
 def test_errors_are_told_with_their_exit_code(tool: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
     assert tool.main(["absent", "--budget", "1GiB"]) == 4
     assert "absent" in capsys.readouterr().err
+    for more, words in (
+        (["--rounds", "0"], "rounds is 0"),
+        (["--tokens", "0"], "tokens is 0"),
+        (["--link-limit", "0"], "link_limit is 0"),
+    ):
+        assert tool.main(["absent", "--budget", "1GiB", *more]) == 2
+        assert words in capsys.readouterr().err
+
+
+def test_a_model_that_streams_nothing_cannot_be_compared(
+    tool: ModuleType, checkpoint: Callable[..., Path], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert tool.main([str(checkpoint("llama")), "--budget", "1GiB", "--cache-dir", str(tmp_path)]) == 2
+    assert "nothing to fetch ahead" in capsys.readouterr().err

@@ -51,6 +51,9 @@ def test_margins_that_tell_the_depth_beat_the_base_rate(
 def test_the_table_tells_both_moments(tool: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert tool.main([str(write(tmp_path / "a.jsonl"))]) == 0
     said = capsys.readouterr().out
+    assert "samples or more off by" in said
+    assert tool.main([str(write(tmp_path / "short.jsonl", count=2))]) == 0
+    assert "too few samples in every decile" in capsys.readouterr().out
     assert "before the first layer: Brier" in said and "after each signal: Brier" in said
 
 
@@ -59,12 +62,15 @@ def test_traces_that_teach_nothing_are_refused(
 ) -> None:
     forced = tmp_path / "forced.jsonl"
     Trace(LAYERS, {"tau": 0.5, "min_exit": 1}, [record(0, 2, 0.5, signals=[float("nan")])]).write_jsonl(forced)
+    deep = tmp_path / "deep.jsonl"
+    Trace(LAYERS, {"tau": 0.5, "min_exit": 1}, [record(0, 99, 0.5, signals=[0.4])]).write_jsonl(deep)
     plain, other = write(tmp_path / "a.jsonl"), write(tmp_path / "b.jsonl", tau=0.9)
     for arguments, words in (
         ([str(forced)], "no passage with a free exit"),
         ([str(plain), str(other)], "traces of different runs"),
         ([str(write(tmp_path / "c.jsonl", tau=None))], "without tau"),
         ([str(tmp_path / "absent.jsonl")], "cannot be read"),
+        ([str(deep)], "line 2: depth is 99: expected at most 6"),
         ([str(plain), "--out", str(tmp_path / "no" / "where")], "cannot be written"),
     ):
         assert tool.main(arguments) == 2
