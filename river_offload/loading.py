@@ -110,7 +110,8 @@ def load(
         BudgetError: it does not fit; `needed_bytes` is the smallest budget that works.
         CacheError: the river cannot be written to cache_dir.
     """
-    options = {name: value for name, value in locals().items() if name != "progress"}  # each is named once, above
+    options = dict(locals())  # each is named once, above
+    del options["progress"]
     return load_config(RiverConfig.from_options(**options | {"quant": quant or QuantConfig()}), progress)
 
 
