@@ -98,11 +98,17 @@ def _configs() -> dict[str, PretrainedConfig]:
 FAMILIES = tuple(_configs())
 
 
-def write_family(name: str, directory: Path, dtype: torch.dtype = torch.float32, **changes: Any) -> Path:
-    """Save the model of family `name` in `directory` as safetensors; `changes` override its config."""
+def config_of_family(name: str, **changes: Any) -> PretrainedConfig:
+    """The config of family `name`, of which `changes` override some."""
     config = _configs()[name]
     for field, value in changes.items():
         setattr(config, field, value)
+    return config
+
+
+def write_family(name: str, directory: Path, dtype: torch.dtype = torch.float32, **changes: Any) -> Path:
+    """Save the model of family `name` in `directory` as safetensors; `changes` override its config."""
+    config = config_of_family(name, **changes)
     torch.manual_seed(SEED)
     model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     for key, parameter in model.named_parameters():

@@ -20,7 +20,15 @@ from policies.exit import ExitRule
 from policies.types import Mode, Placement
 from river_offload.assemble import assemble
 from river_offload.chunks import Spans, spans_of
-from river_offload.kv.cache import Mark, SharedCache, cache_argument, device_tensors, host_tensors, mark_tensors
+from river_offload.kv.cache import (
+    Mark,
+    SharedCache,
+    WindowLayer,
+    cache_argument,
+    device_tensors,
+    host_tensors,
+    mark_tensors,
+)
 from river_offload.kv.kind import PLAIN, KvKind
 from river_offload.kv.resting import RestingLayer
 from river_offload.memory.categories import TRANSIENT
@@ -56,7 +64,7 @@ class Needs:
 
 
 def dry_run(
-    config: PretrainedConfig,
+    whole: Structure,
     precision: Precision,
     *,
     context: int,
@@ -70,20 +78,19 @@ def dry_run(
     """Run prompts and single tokens that fill the context down each path that `modes` can take.
 
     Args:
-        config: the text config of the model.
+        whole: the model, all of its layers.
         context, batch: tokens per row, rows.
         prefill_chunk: tokens of a prompt that a layer reads at once; None for all of them.
         kv_kind: of the cache.
         give_back: the most drafted tokens that a mode checks at once and takes off the cache again; 0 without such a
             mode.
     """
-    whole = Structure.of(config, precision.dtype, trust_remote_code=trust_remote_code)
     kinds = whole.kinds()
     # The shortest run of layers from the front that has one of each kind. Layer 0 does not count where another is of
     # its kind: what enters it are the embedded tokens, which the model keeps, so every later layer rises higher.
     firsts = {kind: kinds.index(kind, 1) if kind in kinds[1:] else 0 for kind in kinds}
     count = max(firsts.values()) + 1
-    short = _first_layers(config, count)
+    short = _first_layers(whole.model.config, count)
     worst, like, chunked = Needs(0, -1), [kinds.index(kind) for kind in kinds], prefill_chunk is not None
     for rule in _paths(modes, count):
         fake = FakeTensorMode(allow_non_fake_inputs=True)
@@ -95,7 +102,8 @@ def dry_run(
                 flow.spans = _first_and_last(prefill_chunk, cache)
             _step(structure.model, cache, batch, 1)
             cache.reset()  # all but the windows is allocated now and is no part of what follows
-            for cached_tokens, new_tokens in _steps(context, prefill_chunk):
+            growing = kv_kind.bits < 16 or any(isinstance(layer, WindowLayer) for layer in cache.layers)
+            for cached_tokens, new_tokens in _steps(context, prefill_chunk, growing=growing):
                 if cache.get_seq_length() != cached_tokens:
                     cache.reset()
                     for depth in range(count):
@@ -157,14 +165,23 @@ def _layer_kv_bytes(layer: Any, before: dict[str, Any]) -> int:
     return storage_bytes([*device_tensors(layer), *mark_tensors(before)])
 
 
-def _steps(context: int, prefill_chunk: int | None) -> list[tuple[int, int]]:
+def _steps(context: int, prefill_chunk: int | None, *, growing: bool) -> list[tuple[int, int]]:
     """(cached, new) tokens: a second turn as long as the first, a prompt that fills the context, a token after it; and
-    the longest prompt that is a single chunk."""
+    the longest prompt that is a single chunk.
+
+    Of several chunks, the last of the longest prompt meets all keys beside the states of all tokens: no shorter prompt
+    holds as much, and none is tried. Unless the cache is `growing`: windows and recent tokens replace those that a
+    turn before has left, so that a second turn may hold more.
+    """
     if context == 1:
         return [(0, 1)]
     half = context // 2
-    steps = [(half, context - half), (0, context - 1), (context - 1, 1)]
-    return steps if prefill_chunk is None or prefill_chunk >= context else [(0, prefill_chunk), *steps]
+    second_turn, longest = (half, context - half), [(0, context - 1), (context - 1, 1)]
+    if prefill_chunk is None or prefill_chunk >= context:
+        return [second_turn, *longest]
+    if prefill_chunk > half:
+        return [(0, prefill_chunk), second_turn, *longest]
+    return [second_turn, *longest] if growing else longest
 
 
 def _first_and_last(chunk_tokens: int, cache: SharedCache) -> Spans:

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from transformers import PretrainedConfig
-
 from policies.kv_choice import KvNeeds
 from policies.types import Mode
 from river_offload.kv.cache import only_windows
 from river_offload.kv.kind import PLAIN, KvKind
 from river_offload.planning.dry_run import dry_run
 from river_offload.quant.precision import Precision
+from river_offload.structure import Structure
 
 KINDS = tuple(KvKind(bits, tier) for tier in ("device", "host") for bits in (16, 8, 4))
 """Full precision on the device first: it needs nothing but memory."""
 
 
 def kv_needs(
-    config: PretrainedConfig,
+    structure: Structure,
     precision: Precision,
     *,
     context: int,
@@ -29,15 +28,15 @@ def kv_needs(
     """Each kind that has an effect on the model, measured by a dry run of its own (a second or so each).
 
     Args:
-        config: the text config of the model.
+        structure: the model.
         context, batch: tokens per row, rows.
         prefill_chunk: tokens of a prompt that a layer reads at once; None for all of them.
         give_back: tokens that the cache gives back at once (see `dry_run`).
     """
     found: list[KvNeeds] = []
-    for kind in (PLAIN,) if only_windows(config) else KINDS:
+    for kind in (PLAIN,) if only_windows(structure.model.config) else KINDS:
         needs = dry_run(
-            config,
+            structure,
             precision,
             context=context,
             batch=batch,

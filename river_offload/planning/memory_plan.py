@@ -208,7 +208,7 @@ def _kv_alternatives(
     config, modes = facts.config, _modes(facts)
     device_type = "cuda" if profile.pinned_bytes_per_s else "cpu"
     needs = kv_needs(
-        facts.structure.model.config,
+        facts.structure,
         _precision(facts, device_type),
         context=config.context,
         batch=config.batch,

@@ -86,7 +86,7 @@ def weigh(
     """
     chunk = config.prefill_chunk if config.prefill_chunk is not None and config.prefill_chunk < config.context else None
     needs = needs or dry_run(
-        structure.model.config,
+        structure,
         precision,
         context=config.context,
         batch=config.batch,

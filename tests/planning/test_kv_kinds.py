@@ -5,18 +5,19 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, PretrainedConfig
+from transformers import AutoConfig
 
 from policies.types import Mode
 from river_offload.planning.kv_kinds import kv_needs
 from river_offload.planning.shapes import builtin_shape
 from river_offload.quant.kernels import ordered
 from river_offload.quant.precision import Precision
+from river_offload.structure import Structure
 
 
-def model_config(name: str, **changes: object) -> PretrainedConfig:
+def model(name: str, **changes: object) -> Structure:
     shape = builtin_shape(name) | changes
-    return AutoConfig.for_model(shape.pop("model_type"), **shape)
+    return Structure.of(AutoConfig.for_model(shape.pop("model_type"), **shape), torch.bfloat16)
 
 
 def precision(folder: Path) -> Precision:
@@ -25,7 +26,7 @@ def precision(folder: Path) -> Precision:
 
 def test_an_8b_model_at_64k_fits_a_small_device_in_few_bits(tmp_path: Path) -> None:
     found = kv_needs(
-        model_config("llama-3.1-8b", num_hidden_layers=4),
+        model("llama-3.1-8b", num_hidden_layers=4),
         precision(tmp_path),
         context=65536,
         batch=1,
@@ -44,8 +45,6 @@ def test_an_8b_model_at_64k_fits_a_small_device_in_few_bits(tmp_path: Path) -> N
 
 
 def test_a_model_of_windows_has_one_kind(tmp_path: Path) -> None:
-    config = model_config(
-        "llama-3.1-8b", num_hidden_layers=2, layer_types=["sliding_attention"] * 2, sliding_window=1024
-    )
-    needs = kv_needs(config, precision(tmp_path), context=4096, batch=1, modes=(Mode("quantized"),))
+    windows = model("llama-3.1-8b", num_hidden_layers=2, layer_types=["sliding_attention"] * 2, sliding_window=1024)
+    needs = kv_needs(windows, precision(tmp_path), context=4096, batch=1, modes=(Mode("quantized"),))
     assert [(each.bits, each.tier) for each in needs] == [(16, "device")]

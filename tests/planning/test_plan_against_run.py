@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ import pytest
 import torch
 from families import FAMILIES, QUANT
 
-from policies.types import Placement, Refusal
+from policies.types import Mode, Placement, Refusal
 from river_offload.config import RiverConfig
 from river_offload.errors import BudgetError
 from river_offload.eval.memory_run import Bytes, measure_memory, run_full
@@ -19,7 +19,7 @@ from river_offload.kv.cache import cache_tensors
 from river_offload.loading import load_config
 from river_offload.memory.storages import storage_bytes
 from river_offload.planning.memory_plan import plan_memory, weigh_facts
-from river_offload.planning.model_facts import find_model
+from river_offload.planning.model_facts import ModelFacts, find_model
 from river_offload.planning.sizes import Weighed
 from river_offload.progress import Silent
 
@@ -58,17 +58,32 @@ def budget(weighed: Weighed, config: RiverConfig, modes: Any, size: int) -> int:
     return refused.needed_bytes + (0, max(layers), sum(layers) + weighed.sizes.embed_bytes)[size]
 
 
-def compare(config: RiverConfig, size: int, monkeypatch: pytest.MonkeyPatch, new_tokens: int = 1) -> Placement:
-    """Plan, load within one of three budgets, run, hold one against the other."""
+def compare(
+    config: RiverConfig, sizes: Iterable[int], monkeypatch: pytest.MonkeyPatch, new_tokens: int = 1
+) -> list[Placement]:
+    """Plan, then load within one of three budgets after the other, run, hold one against the other."""
     facts = find_model(config, Silent())
     weighed, modes = weigh_facts("cpu", facts)
-    placement = weighed.place(config, modes, budget(weighed, config, modes, size))
+    budgets = [budget(weighed, config, modes, size) for size in sizes]
+    return [_run(facts, weighed, modes, budget_bytes, monkeypatch, new_tokens) for budget_bytes in budgets]
+
+
+def _run(
+    facts: ModelFacts,
+    weighed: Weighed,
+    modes: tuple[Mode, ...],
+    budget_bytes: int,
+    monkeypatch: pytest.MonkeyPatch,
+    new_tokens: int,
+) -> Placement:
+    config = facts.config
+    placement = weighed.place(config, modes, budget_bytes)
     assert isinstance(placement, Placement)
     categories = weighed.categories(placement)
     monkeypatch.setattr(
         "river_offload.planning.plan.weigh_within", lambda *_: weighed
     )  # a second dry run says the same
-    model = load_config(replace(facts.config, budget=placement.budget_bytes))
+    model = load_config(replace(config, budget=placement.budget_bytes))
     try:
         assert model.river.placement == placement
         measured = run_full(model, new_tokens, second_turn=weighed.needs.second_turn)
@@ -79,18 +94,16 @@ def compare(config: RiverConfig, size: int, monkeypatch: pytest.MonkeyPatch, new
     return placement
 
 
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("context", CONTEXTS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_plan_is_what_is_used(
-    family: str, context: int, checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+    family: str, context: int, mode: str, checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every context meets every mode and every budget, every mode every budget: a Latin square."""
     directory = checkpoint(family, max_position_embeddings=4096)
-    for number, mode in enumerate(MODES):
-        size = (number + CONTEXTS.index(context)) % 3
-        placement = compare(config_of(directory, mode=mode, context=context), size, monkeypatch)
-        if mode != "quantized":
-            assert bool(placement.streamed_layers) == (size < 2)
+    placements = compare(config_of(directory, mode=mode, context=context), range(3), monkeypatch)
+    if mode != "quantized":
+        assert [bool(placement.streamed_layers) for placement in placements] == [True, True, False]
 
 
 @pytest.mark.parametrize(
@@ -120,7 +133,7 @@ def test_shapes_that_other_estimators_get_wrong(
 ) -> None:
     directory = checkpoint(family, **changes)
     for size in (0, 2):
-        compare(config_of(directory, **options), size, monkeypatch, new_tokens=1 if size else 3)
+        compare(config_of(directory, **options), [size], monkeypatch, new_tokens=1 if size else 3)
 
 
 @pytest.mark.parametrize(("family", "context"), [("mistral", 63), ("mistral", 64), ("mistral", 65), ("gemma3", 150)])
@@ -170,7 +183,8 @@ def test_exactly_the_planned_peak_is_enough_and_3_percent_less_is_refused(
 
 @pytest.mark.demo
 @pytest.mark.slow
-@pytest.mark.parametrize(("mode", "size"), [("backbone", 0), ("exit", 1), ("quantized", 2)])
-def test_the_demo_uses_what_was_planned(mode: str, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = RiverConfig.from_options(model="demo", mode=mode, context=512, device="cpu", budget=1 << 30)
-    compare(config, size, monkeypatch, new_tokens=2)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("context", CONTEXTS)
+def test_the_demo_uses_what_was_planned(mode: str, context: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = RiverConfig.from_options(model="demo", mode=mode, context=context, device="cpu", budget=1 << 30)
+    compare(config, range(3), monkeypatch, new_tokens=2)
