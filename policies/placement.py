@@ -139,14 +139,14 @@ def _cheaper_parts(smallest: Placement, sizes: ModelSizes) -> list[str]:
 
 
 def _cheaper_modes(smallest: Placement, sizes: ModelSizes, slots: int) -> list[str]:
-    """The modes that keep less than `smallest` does, when they are the only ones asked for."""
+    """The modes that keep less than `smallest` does and so fit, when they are the only ones asked for."""
     reasons = {"backbone": "keeps no river", "quantized": "keeps no backbone layer"}
     advice = []
     for name, reason in reasons.items():
         alone = (Mode.parse(name),)
         other = _cheapest(list(_candidates(sizes, alone, smallest.min_exit, smallest.budget_bytes, slots)))
-        if other.planned_bytes < smallest.planned_bytes:
-            advice.append(f"mode {name} alone, which {reason} ({_percent(other.planned_bytes, smallest)} of the need)")
+        if other.planned_bytes <= smallest.budget_bytes:
+            advice.append(f"mode {name} alone, which {reason} and fits")
     return advice
 
 

@@ -1,6 +1,6 @@
 """Write a checkpoint with random weights in the shape of a real model, for tests of memory and speed.
 
-    python tools/make_checkpoint.py OUT --like llama-3.2-1b [--layers 4] [--tokenizer demo]
+    python tools/make_checkpoint.py OUT --like llama-3.2-1b [--layers 4] [--width 64] [--tokenizer demo]
 
 Weights are normal(0, 0.02), norms are ones. They are generated and written in pieces: 16 GB of weights take a few
 hundred MB of memory. The same seed gives the same weights, however they are divided into files.
@@ -18,6 +18,7 @@ import time
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate import init_empty_weights
@@ -33,6 +34,8 @@ from river_offload.planning.shapes import builtin_names, builtin_shape
 _PIECE_ELEMENTS = 1 << 22  # generated at a time in float32: 16 MiB, which stays near the processor's cache
 _SPARE_BYTES = 64 << 20
 _STANDARD_DEVIATION = 0.02
+_STEP = 64
+"""Widths are multiples of the usual group of weights."""
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -43,6 +46,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("out", type=Path, metavar="OUT", help="a directory that is empty or does not exist yet")
     parser.add_argument("--like", required=True, choices=builtin_names(), help="the model whose shape to take")
     parser.add_argument("--layers", type=int, help="number of decoder layers, if not the model's own")
+    parser.add_argument("--width", type=int, help="hidden size, if not the model's own; heads and MLP in proportion")
     parser.add_argument("--dtype", default="bfloat16", choices=("float32", "bfloat16", "float16"))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--shard-size", default="4GiB", help="largest file, such as 4GiB")
@@ -53,6 +57,7 @@ def main(arguments: list[str] | None = None) -> int:
             options.out,
             like=options.like,
             layers=options.layers,
+            width=options.width,
             dtype=getattr(torch, options.dtype),
             seed=options.seed,
             shard_bytes=parse_size(options.shard_size),
@@ -73,6 +78,7 @@ def make_checkpoint(
     *,
     like: str,
     layers: int | None = None,
+    width: int | None = None,
     dtype: torch.dtype = torch.bfloat16,
     seed: int = 0,
     shard_bytes: int = 4 << 30,
@@ -86,7 +92,9 @@ def make_checkpoint(
         raise UsageError(f"{out}: not empty; expected a new or an empty directory. Remove it or name another.")
     if layers is not None and layers < 1:
         raise UsageError(f"--layers {layers}: expected at least 1.")
-    config, shapes = _model(like, layers, dtype)
+    if width is not None and (width < _STEP or width % _STEP):
+        raise UsageError(f"--width {width}: expected a multiple of {_STEP}.")
+    config, shapes = _model(like, layers, width, dtype)
     shards = _divide(shapes, dtype, shard_bytes)
     total_bytes = sum(math.prod(shape) for shape in shapes.values()) * dtype.itemsize
     out = out.resolve()
@@ -120,9 +128,11 @@ def make_checkpoint(
     return total_bytes
 
 
-def _model(like: str, layers: int | None, dtype: torch.dtype) -> tuple[PretrainedConfig, Shapes]:
+def _model(like: str, layers: int | None, width: int | None, dtype: torch.dtype) -> tuple[PretrainedConfig, Shapes]:
     """The configuration and the shapes of the tensors to write: a tied head is not written a second time."""
     fields = builtin_shape(like)
+    if width is not None:
+        fields |= _narrowed(fields, width)
     if layers is not None:
         fields["num_hidden_layers"] = layers
         if "max_window_layers" in fields:
@@ -134,6 +144,28 @@ def _model(like: str, layers: int | None, dtype: torch.dtype) -> tuple[Pretraine
     model.tie_weights()
     output = {name for group in find_tied_parameters(model) for name in group if name.startswith("lm_head")}
     return config, {name: tuple(tensor.shape) for name, tensor in model.state_dict().items() if name not in output}
+
+
+def _narrowed(fields: dict[str, Any], width: int) -> dict[str, int]:
+    """The sizes of a layer of another hidden size. As many heads share one of keys and values as in the real model."""
+    hidden, heads, kv_heads = (fields[n] for n in ("hidden_size", "num_attention_heads", "num_key_value_heads"))
+    share = width / hidden
+    head_dim = fields.get("head_dim") or hidden // heads
+    few_kv_heads = max(round(kv_heads * share), 1)
+    few_heads = few_kv_heads * (heads // kv_heads)
+    rope = fields.get("rope_scaling") or fields.get("rope_parameters") or {}
+    if any(isinstance(value, list) for value in rope.values()):
+        raise UsageError(
+            f"--width {width}: not possible, the rotary factors of this model belong to the channels of its own heads. "
+            "Take another model, or --layers."
+        )
+    return {
+        "hidden_size": width,
+        "intermediate_size": max(round(fields["intermediate_size"] * share / _STEP), 1) * _STEP,
+        "num_attention_heads": few_heads,
+        "num_key_value_heads": few_kv_heads,
+        "head_dim": max(round(heads * head_dim * share / few_heads / 8), 1) * 8,
+    }
 
 
 def _divide(shapes: Shapes, dtype: torch.dtype, shard_bytes: int) -> dict[str, list[str]]:

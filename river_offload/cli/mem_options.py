@@ -45,6 +45,8 @@ class MeasureOptions:
     def check(self, context: int | None) -> None:
         """Raises UsageError for a value out of range."""
         planned = RiverConfig.context if context is None else context
+        if planned == 1:
+            raise UsageError("--context is 1: expected at least 2, a prompt and what follows it")
         if self.new_tokens is not None and not 1 <= self.new_tokens < planned:
             raise UsageError(
                 f"--new-tokens is {self.new_tokens}: expected 1 to {planned - 1}, so that a prompt fits beside them "

@@ -113,6 +113,8 @@ def run_report(run: Mapping[str, Any], console: Console | None = None) -> None:
         if any(pair):
             table.add_row(name, *_compared(*pair))
     table.add_row("peak on the device", *_compared(planned["peak_device_bytes"], measured["peak_device_bytes"]))
+    if planned["kv_host_bytes"]:
+        table.add_row("kv on the host", *_compared(planned["kv_host_bytes"], measured["kv_host_bytes"]))
     console.print(
         f"{run['model']} · context {run['context']} · batch {run['batch']} · mode {run['mode']}", soft_wrap=True
     )

@@ -13,8 +13,10 @@ from transformers.cache_utils import Cache
 
 from river_offload.config import RiverConfig
 from river_offload.errors import UsageError
+from river_offload.kv.cache import host_tensors
 from river_offload.loading import load_config
 from river_offload.memory.process import read_process
+from river_offload.memory.storages import storage_bytes
 from river_offload.memory.unattributed import unattributed
 from river_offload.phases import metered
 from river_offload.planning.plan import Plan, make_plan
@@ -31,9 +33,15 @@ class Bytes:
 
     peak_device_bytes: int
     categories: Mapping[str, int]
+    kv_host_bytes: int = 0
+    """Keys and values that rest on the host: main memory of a GPU, a file of a CPU."""
 
     def as_json(self) -> dict[str, Any]:
-        return {"peak_device_bytes": self.peak_device_bytes, "categories": dict(self.categories)}
+        return {
+            "peak_device_bytes": self.peak_device_bytes,
+            "categories": dict(self.categories),
+            "kv_host_bytes": self.kv_host_bytes,
+        }
 
 
 def measure_memory(
@@ -101,7 +109,8 @@ def _run(model: PreTrainedModel, turns: list[tuple[int, int]], seed: int) -> Byt
                 _generate(model, ids[:, :prompt_tokens], cache, new_tokens)
     finally:
         model.generation_config = own
-    return Bytes(held_bytes + meter.peak_bytes, held | meter.peak_by_tag())
+    kv_host_bytes = sum(storage_bytes(host_tensors(layer)) for layer in cache.layers)
+    return Bytes(held_bytes + meter.peak_bytes, held | meter.peak_by_tag(), kv_host_bytes)
 
 
 def _generate(model: PreTrainedModel, prompt: torch.Tensor, cache: Cache, new_tokens: int) -> None:
@@ -136,7 +145,7 @@ def _result(plan: Plan, model: PreTrainedModel, measured: Bytes, new_tokens: int
         "new_tokens": new_tokens,
         "device": str(model.device),
         "budget_bytes": plan.placement.budget_bytes,
-        "planned": Bytes(sum(categories.values()), categories).as_json(),
+        "planned": Bytes(sum(categories.values()), categories, plan.placement.kv_host_bytes).as_json(),
         "measured": measured.as_json(),
         "tokens_per_s": river.report()["tokens_per_s"],
     }

@@ -90,6 +90,8 @@ def _run(
     finally:
         model.river.close()
     assert_agree(Bytes(sum(categories.values()), categories), measured, few_bits=config.kv_bits < 16)
+    assert measured.kv_host_bytes == placement.kv_host_bytes
+    assert bool(measured.kv_host_bytes) == (config.kv_tier == "host")
     assert measured.peak_device_bytes <= placement.budget_bytes
     return placement
 

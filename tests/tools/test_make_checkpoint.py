@@ -39,7 +39,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch, tool: ModuleType) -> None:
 
 @pytest.mark.parametrize("name", builtin_names())
 def test_builtin_shapes_have_the_published_size(name: str, tool: ModuleType) -> None:
-    _, tensors = tool._model(name, None, torch.bfloat16)
+    _, tensors = tool._model(name, None, None, torch.bfloat16)
     assert sum(torch.Size(shape).numel() for shape in tensors.values()) / 1e9 == pytest.approx(
         PARAMETERS[name], rel=0.01
     )
@@ -106,6 +106,26 @@ def test_failures_leave_nothing(tiny: None, tool: ModuleType, tmp_path: Path, mo
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(UsageError, match="--layers 0: expected at least 1"):
         tool.make_checkpoint(tmp_path / "out", like="llama-3.2-1b", layers=0)
+    with pytest.raises(UsageError, match="--width 100: expected a multiple of 64"):
+        tool.make_checkpoint(tmp_path / "out", like="llama-3.2-1b", width=100)
+
+
+@pytest.mark.parametrize("name", sorted(set(builtin_names()) - {"phi-4-mini"}))
+@pytest.mark.parametrize("width", [64, 256])
+def test_a_narrow_model_shares_its_heads_like_the_real_one(name: str, width: int, tool: ModuleType) -> None:
+    config, tensors = tool._model(name, None, width, torch.bfloat16)
+    real, _ = tool._model(name, None, None, torch.bfloat16)
+    assert config.hidden_size == width and config.num_hidden_layers == real.num_hidden_layers
+    groups = [c.num_attention_heads / c.num_key_value_heads for c in (config, real)]
+    assert groups[0] == groups[1] and config.intermediate_size % 64 == 0
+    shares = [c.intermediate_size / c.hidden_size for c in (config, real)]
+    assert shares[0] == pytest.approx(shares[1], rel=0.2)
+    assert any(width in shape for shape in tensors.values())
+
+
+def test_rotary_factors_that_belong_to_a_width(tool: ModuleType) -> None:
+    with pytest.raises(UsageError, match="--width 64: not possible, the rotary factors"):
+        tool._model("phi-4-mini", None, 64, torch.bfloat16)
 
 
 @pytest.mark.demo
