@@ -1,7 +1,7 @@
 """What a backbone said of drafted tokens, out of a trace, for a run whose own backbone has nothing to say.
 
-A river of random weights never agrees with its backbone, so drafting with them would measure one token a check. Here the
-margins and the verdicts are those that a trained model had; what they cost is the run's own.
+A river of random weights never agrees with its backbone, so drafting with them would measure one token a check. Here
+the margins and the verdicts are those that a trained model had; what they cost is the run's own.
 """
 
 from __future__ import annotations

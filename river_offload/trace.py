@@ -55,6 +55,11 @@ class PassageRecord:
     decided: int = 0
     """New tokens a row that this check decided or confirmed, the one after the last accepted included."""
 
+    @property
+    def text_tokens(self) -> int:
+        """Tokens a row that came of a passage after a prompt: a draft's are those that a check keeps."""
+        return {"draft": 0, "check": self.accepted + 1}.get(self.path, 1)
+
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values; a signal that is not finite becomes null, since JSON knows no NaN."""
         return asdict(self) | {"signals": [signal if math.isfinite(signal) else None for signal in self.signals]}
@@ -97,9 +102,10 @@ class Trace:
 
     @property
     def mean_depth(self) -> float | None:
-        """Mean depth of the decode passages; None before the first of them."""
-        depths = [record.depth for record in self.records if record.path == "decode"]
-        return sum(depths) / len(depths) if depths else None
+        """Backbone layers that ran for a token after the prompts, drafts and checks included; None before the first."""
+        later = [record for record in self.records if record.path != "prefill"]
+        tokens = sum(record.text_tokens for record in later)
+        return sum(record.depth for record in later) / tokens if tokens else None
 
     def write_jsonl(self, path: str | Path) -> None:
         """Write the whole trace, or nothing: an older file stays as it was when this fails.

@@ -1,4 +1,4 @@
-"""What a bench is asked to run: how many tokens, at which depths, with whose luck. Plain values and traces, no torch."""
+"""What a bench is asked to run: how many tokens, at which depths, with whose luck. Plain values, no torch."""
 
 from __future__ import annotations
 
