@@ -58,7 +58,9 @@ class PassageRecord:
     @property
     def text_tokens(self) -> int:
         """Tokens a row that came of a passage after a prompt: a draft's are those that a check keeps."""
-        return {"draft": 0, "check": self.accepted + 1}.get(self.path, 1)
+        # Mode lossless decides every token, and none after the end of a text.
+        checked = self.decided if self.mode == "lossless" else self.accepted + 1
+        return {"draft": 0, "check": checked}.get(self.path, 1)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values; a signal that is not finite becomes null, since JSON knows no NaN."""
