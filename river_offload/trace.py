@@ -43,7 +43,8 @@ class PassageRecord:
     """That arrived during the passage, whichever passage they are for."""
     seconds: float
     margin: float | None = None
-    """Top-1 minus top-2 probability of the token it continues from, the least over the rows; None where not known."""
+    """Top-1 minus top-2 probability of the token it continues from, the least over the rows; None where not known.
+    So that of a drafted token stands in the passage after its draft."""
     misses: int = 0
     """Layers that were needed and not there: waited for, or left for the river."""
     wasted_bytes: int = 0
