@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from policies.acceptance import Acceptance, Replayed
 from policies.drafting import GATED_DRAFT, Drafting, drafting_of
 from policies.exit import ExitRule, ForcedExits
 from policies.types import Mode, Placement
@@ -60,6 +61,7 @@ class River:
         self._gate = DEFAULT_GATE if config.gate is None else config.gate
         self._draft = config.draft
         self._policies: dict[tuple[str, str | int], Drafting] = {}
+        self._acceptance: Replayed | None = None
         self._model = model
         self._flow = flow
         self._budget_source = budget_source
@@ -154,6 +156,11 @@ class River:
         return self._policies[key]
 
     @property
+    def acceptance(self) -> Replayed | None:
+        """What checks are to find, where it is given (see `using`); None when the backbone says it."""
+        return self._acceptance
+
+    @property
     def draft_depth(self) -> int:
         """Backbone layers of a drafted token: those on the device; if all are, those below the first river layer."""
         resident, river = len(self.placement.resident_layers), self.placement.river_layers
@@ -168,23 +175,28 @@ class River:
         depths: Sequence[int] | None = None,
         gate: float | None = None,
         draft: str | int | None = None,
+        acceptance: Acceptance | None = None,
     ) -> Iterator[River]:
         """Other settings until the block ends, the old ones after it. Raises ModeError, UsageError.
 
         Args:
             depths: force the exits: backbone layers to run in each coming passage, the first being the prompt's. A
                 passage beyond the last depth raises UsageError. Excludes mode and tau, which decide the same.
+            acceptance: force the checks of modes lossless and gated: drafted tokens take these margins and verdicts one
+                after the other, whatever their own are, and the text means nothing. All rows of a batch have the same.
         """
-        before = self._flow.rule, self._gate, self._draft
+        before = self._flow.rule, self._gate, self._draft, self._acceptance, self._policies
         try:
             self._use(mode, tau, depths)
             if gate is not None:
                 self.gate = gate
             if draft is not None:
                 self.draft = draft
+            if acceptance is not None:
+                self._replay(acceptance)
             yield self
         finally:
-            self._flow.rule, self._gate, self._draft = before
+            self._flow.rule, self._gate, self._draft, self._acceptance, self._policies = before
             self._flow.store.foretell(None)
 
     def _use(self, mode: str | None, tau: float | None, depths: Sequence[int] | None) -> None:
@@ -369,6 +381,16 @@ class River:
             Mode("exit"), rule.tau, rule.min_exit, layers, depths, first_passage=len(self.trace.records)
         )
         self._flow.store.foretell(depths)
+
+    def _replay(self, acceptance: Acceptance) -> None:
+        never = self.mode == "gated" and self.gate == 0
+        if never or not self.drafts:
+            raise UsageError(
+                f"acceptance has no effect in mode {self.mode}{' with a gate of 0' if never else ''}, which checks no "
+                "drafts: use mode lossless, or gated with a gate above 0"
+            )
+        self._acceptance = Replayed(acceptance)
+        self._policies = {}  # what a policy learns of these tokens is not true of the model's own
 
     def _built(self, text: str) -> Mode:
         """The mode, if every layer that it may reach is there."""

@@ -43,7 +43,8 @@ class PassageRecord:
     """That arrived during the passage, whichever passage they are for."""
     seconds: float
     margin: float | None = None
-    """Top-1 minus top-2 probability of the token it continues from, the least over the rows; None where not known."""
+    """Top-1 minus top-2 probability of the token it continues from, the least over the rows; None where not known.
+    So that of a drafted token stands in the passage after its draft."""
     misses: int = 0
     """Layers that were needed and not there: waited for, or left for the river."""
     wasted_bytes: int = 0
@@ -54,6 +55,13 @@ class PassageRecord:
     """Drafted tokens a row that this check kept; it looked at new_tokens - 1 of them."""
     decided: int = 0
     """New tokens a row that this check decided or confirmed, the one after the last accepted included."""
+
+    @property
+    def text_tokens(self) -> int:
+        """Tokens a row that came of a passage after a prompt: a draft's are those that a check keeps."""
+        # Mode lossless decides every token, and none after the end of a text.
+        checked = self.decided if self.mode == "lossless" else self.accepted + 1
+        return {"draft": 0, "check": checked}.get(self.path, 1)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values; a signal that is not finite becomes null, since JSON knows no NaN."""
@@ -97,9 +105,10 @@ class Trace:
 
     @property
     def mean_depth(self) -> float | None:
-        """Mean depth of the decode passages; None before the first of them."""
-        depths = [record.depth for record in self.records if record.path == "decode"]
-        return sum(depths) / len(depths) if depths else None
+        """Backbone layers that ran for a token after the prompts, drafts and checks included; None before the first."""
+        later = [record for record in self.records if record.path != "prefill"]
+        tokens = sum(record.text_tokens for record in later)
+        return sum(record.depth for record in later) / tokens if tokens else None
 
     def write_jsonl(self, path: str | Path) -> None:
         """Write the whole trace, or nothing: an older file stays as it was when this fails.

@@ -42,7 +42,8 @@ def compare(options: argparse.Namespace) -> dict[str, Any]:
         model=options.model, budget=options.budget, context=options.context, slots=options.slots,
         link_limit=options.link_limit, cache_dir=options.cache_dir,
     )  # fmt: skip
-    from river_offload.eval.bench import Request, forced_depths, measure, read_depths  # brings torch
+    from river_offload.eval.bench import measure  # brings torch
+    from river_offload.eval.request import Request, forced_depths, read_depths
     from river_offload.loading import load_config
     from river_offload.streaming import make_prefetcher
 

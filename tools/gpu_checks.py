@@ -42,8 +42,9 @@ from transformers import AutoModelForCausalLM
 import river_offload
 from policies.depths import parse_depths
 from river_offload.errors import RiverError
-from river_offload.eval.bench import Request, forced_depths, measure
+from river_offload.eval.bench import measure
 from river_offload.eval.ceilings import Span, disk_read_rate, host_to_device_rate, memory_read_rate
+from river_offload.eval.request import Request, forced_depths
 from river_offload.quant.hqq import quantize_matrix
 from river_offload.quant.packing import dequantize
 from river_offload.store.tiers import HostTier

@@ -38,13 +38,15 @@ def _run(config: RiverConfig, asked: BenchOptions, output: OutputOptions, termin
     progress.start("starting", 0, "")
     hush_libraries()
     from river_offload.eval import bench as measuring  # brings torch
+    from river_offload.eval import request as asking
 
     progress.finish()
-    default = measuring.Request()
-    request = measuring.Request(
+    default = asking.Request()
+    request = asking.Request(
         tokens=asked.tokens,
         prompt_tokens=default.prompt_tokens if asked.prompt_tokens is None else asked.prompt_tokens,
-        depths=None if asked.depths is None else measuring.read_depths(asked.depths),
+        depths=None if asked.depths is None else asking.read_depths(asked.depths),
+        acceptance=None if asked.acceptance is None else asking.read_acceptance(asked.acceptance),
         seed=asked.seed or default.seed,
     )
     total = request.prompt_tokens + request.new_tokens()
@@ -79,11 +81,21 @@ def lines(figures: Mapping[str, Any]) -> list[str]:
             f"longest {1e3 * figures['token_s']['max']:.1f} ms",
         ),
         ("depth", f"mean {depths['mean']:.1f} of {config['num_layers']} · {depths['full_share']:.0%} at full depth"),
+        *([("drafts", _drafts(figures))] if figures.get("drafted") else []),
         ("streamed", _streamed(figures)),
         ("peak", f"{format_size(figures['peak_device_bytes'])} of {format_size(figures['budget_bytes'])}"),
     ]
     width = max(len(name) for name, _ in rows)
     return [f"{name:<{width}}  {text}" for name, text in rows]
+
+
+def _drafts(figures: Mapping[str, Any]) -> str:
+    passes, source = figures["tokens_per_backbone_pass"], figures["config"].get("acceptance")
+    checked = "no checks" if passes is None else f"{passes:.2f} tokens a backbone pass"
+    return (
+        f"{checked} · {figures['drafted']} drafted, {figures['accepted']} accepted"
+        f"{'' if source is None else f' by {source}'}"
+    )
 
 
 def _streamed(figures: Mapping[str, Any]) -> str:

@@ -243,6 +243,10 @@ class BenchOptions:
         str | None,
         option("--depths", "DEPTHS", "Bench", "Force the exits: fixed:D, geometric:MEAN[,full=SHARE] or a trace file."),
     ] = None
+    acceptance: Annotated[
+        str | None,
+        option("--acceptance", "TRACE", "Bench", "Modes lossless and gated: checks find what those of a trace did."),
+    ] = None
     tokens: Annotated[int | None, option("--tokens", "N", "Bench", "Tokens to count.", 64)] = None
     prompt_tokens: Annotated[
         int | None, option("--prompt-tokens", "N", "Bench", "Random tokens to start from.", 32)
@@ -262,6 +266,12 @@ class BenchOptions:
                 raise UsageError(f"--depths has no effect in mode {mode}, which fixes them: leave --mode out")
             if model.tau is not None:
                 raise UsageError("--tau has no effect with --depths, which forces every exit: leave one of them out")
+        if self.acceptance is not None and (not model.parsed_mode().drafts or model.gate == 0):
+            where = "with --gate 0" if model.gate == 0 else f"in mode {model.parsed_mode()}"
+            raise UsageError(
+                f"--acceptance has no effect {where}: nothing is checked there. Use --mode lossless, or gated with a "
+                "gate above 0"
+            )
 
 
 @dataclass(frozen=True)

@@ -46,18 +46,34 @@ def trace(
 
 def lines(figures: Mapping[str, Any]) -> list[str]:
     """The figures for people."""
-    decode, prefill = figures["decode"], figures["prefill"]
+    decode, prefill, drafting = figures["decode"], figures["prefill"], figures["drafting"]
     found = [
         f"{prefill['passages']} prompts · {prefill['tokens']} tokens in {duration(prefill['seconds'])} · "
         f"{format_size(prefill['bytes_streamed'])} streamed · {duration(prefill['stall_s'])} stalled"
     ]
     if decode["tokens"]:
-        depths = decode["depths"]
-        found += [
+        found.append(
             f"{decode['tokens']} tokens in {duration(decode['seconds'])} · "
             f"{format_size(decode['bytes_streamed'])} streamed, {format_size(decode['wasted_bytes'])} of it in vain · "
-            f"{duration(decode['stall_s'])} stalled · {decode['misses']} misses",
+            f"{duration(decode['stall_s'])} stalled · {decode['misses']} misses"
+        )
+    if drafting is not None:
+        found.append(_drafting(drafting, figures["num_layers"]))
+    elif decode["tokens"]:
+        depths = decode["depths"]
+        found.append(
             f"depth {depths['mean']:.1f} of {figures['num_layers']} on average, {depths['min']} to {depths['max']} · "
-            f"{depths['full_share']:.0%} at full depth",
-        ]
+            f"{depths['full_share']:.0%} at full depth"
+        )
     return found
+
+
+def _drafting(figures: Mapping[str, Any], num_layers: int) -> str:
+    if not figures["checks"]:
+        return f"{figures['drafted']} tokens drafted, none checked"
+    return (
+        f"{figures['checks']} checks, {figures['tokens_per_check']:.2f} tokens each · "
+        f"{figures['drafts_per_token']:.2f} draft steps a token, {figures['accepted_share']:.0%} of them accepted · "
+        f"{format_size(round(figures['bytes_per_token']))} a token · "
+        f"{figures['mean_depth']:.1f} of {num_layers} layers of the backbone a token"
+    )

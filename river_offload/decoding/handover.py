@@ -57,7 +57,7 @@ def take_over(
         own_config = _stop_at(stops, river, config if own_config is None else own_config, kwargs)
     gate = river.gate if river.mode == "gated" else None
     # Without checks there is nothing to adapt to, and a draft of no tokens would go on for ever.
-    plan = Plan(river.draft_depth, FixedLength(GATED_DRAFT) if gate == 0 else river.drafting, gate)
+    plan = Plan(river.draft_depth, FixedLength(GATED_DRAFT) if gate == 0 else river.drafting, gate, river.acceptance)
     kwargs["custom_generate"] = decoding_method(river.flow, plan, cache_name, kwargs.get("streamer"))
     return own_config
 

@@ -25,6 +25,7 @@ from transformers.generation.logits_process import LogitsProcessorList
 from transformers.generation.stopping_criteria import StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
+from policies.acceptance import Replayed
 from policies.drafting import Drafting
 from policies.exit import DraftExit
 from river_offload.decoding.text import Text
@@ -42,6 +43,8 @@ class Plan:
     drafting: Drafting
     gate: float | None
     """Drafted tokens with a margin above this are kept unasked. None asks about each, 0 about none: no checks."""
+    acceptance: Replayed | None = None
+    """What the river and the backbone are to say of drafted tokens, instead of what they do say."""
 
 
 @dataclass
@@ -136,6 +139,10 @@ class _Rounds:
     def _put(self, block: Block, token: torch.Tensor, scores: torch.Tensor, logits: torch.Tensor) -> None:
         margins = self.flow.margins
         assert margins is not None
+        if self.plan.acceptance is not None:
+            # The flow's, too: the records of the trace then tell the margins that were gone by.
+            margins = torch.full_like(margins, self.plan.acceptance.of(len(block)).margin)
+            self.flow.margins = margins
         block.tokens.append(token)
         block.margins.append(margins.masked_fill(~self.text.unfinished, 1.0).min().item())
         block.sure.append(margins > (1.0 if self.plan.gate is None else self.plan.gate))
@@ -164,6 +171,8 @@ class _Rounds:
             logits = self._logits(ids, kwargs, len(block) + 1)
         record = self.flow.trace.records[-1]
         record.accepted, record.decided = self._judge(block, logits)
+        if self.plan.acceptance is not None:
+            self.plan.acceptance.checked(record.accepted, len(block))
         if not self.text.done:  # else it may be the text that ended, not the luck of the draft
             self.plan.drafting.checked(block.margins, record.accepted, time.perf_counter() - started_s)
 
@@ -182,9 +191,10 @@ class _Rounds:
             drafted = index < len(block)
             asked, wrong = text.unfinished, text.unfinished
             if drafted:
-                token = torch.where(block.sure[index], block.tokens[index], token)
+                right = block.sure[index] | self._agrees(block, index, token)
+                token = torch.where(right, block.tokens[index], token)
                 asked = text.unfinished & ~block.sure[index]
-                wrong = text.unfinished & (token != block.tokens[index])
+                wrong = text.unfinished & ~right
             goes_on = drafted and not bool(wrong.any())
             decided += bool(asked.any())
             accepted += goes_on
@@ -193,6 +203,12 @@ class _Rounds:
                 break
         self.flow.spoke(logits[:, : index + 1])
         return accepted, decided
+
+    def _agrees(self, block: Block, index: int, token: torch.Tensor) -> torch.Tensor:
+        """Is `token`, the backbone's own, what was drafted there, or is it to be taken for that? bool [rows]."""
+        if self.plan.acceptance is None:
+            return token == block.tokens[index]
+        return torch.full_like(token, self.plan.acceptance.of(index).agreed, dtype=torch.bool)
 
     def _logits(self, ids: torch.Tensor, kwargs: dict[str, Any], tokens: int) -> torch.Tensor:
         """Run the last `tokens` of a text: logits [rows, tokens, vocabulary]."""

@@ -1,7 +1,7 @@
 """How fast a model runs here, beside what the machine would allow: first the ceilings, then the run.
 
-The prompt is random tokens and the depths may be forced, so that a checkpoint of random weights without a tokenizer
-measures the same as a trained one. Nothing is printed here.
+The prompt is random tokens, and the depths, or what checks say of drafts, may be given, so that a checkpoint of random
+weights without a tokenizer measures the same as a trained one. Nothing is printed here.
 """
 
 from __future__ import annotations
@@ -18,20 +18,16 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
-from policies.depths import Depths, ListedDepths, looks_like_file, parse_depths, summary
+from policies.depths import summary
 from river_offload.config import RiverConfig
-from river_offload.errors import UsageError
 from river_offload.eval.ceilings import READERS, Span, disk_read_rate, host_to_device_rate, memory_read_rate
 from river_offload.eval.replay import Circumstances, replay
+from river_offload.eval.request import Request, forced_depths
 from river_offload.loading import load_config
 from river_offload.planning.plan import Plan, make_plan
 from river_offload.progress import Progress, Silent
-from river_offload.trace import PassageRecord, Trace
+from river_offload.trace import PassageRecord
 
-TOKENS = 64
-PROMPT_TOKENS = 32
-WARMUP_TOKENS = 1
-"""Tokens after the prompt's own that are not counted: the first one runs every kernel for the first time."""
 CHECKING = ("backbone_passes", "drafted", "accepted", "tokens_per_backbone_pass", "checked_share")
 """What of the report tells how the backbone was asked."""
 LINK_LIMIT_S = 8.0
@@ -50,42 +46,6 @@ class Ceilings:
 
 
 @dataclass(frozen=True)
-class Request:
-    """What to run."""
-
-    tokens: int | None = None
-    """Tokens to count; None for TOKENS, or as many as a trace of depths has."""
-    prompt_tokens: int = PROMPT_TOKENS
-    depths: Depths | None = None
-    """None: the mode decides, as ever."""
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        """Raises UsageError for counts below 1."""
-        for name, value in (("tokens", self.tokens), ("prompt_tokens", self.prompt_tokens)):
-            if value is not None and value < 1:
-                raise UsageError(f"{name} is {value}: expected a whole number of at least 1")
-
-    def counted(self) -> int:
-        """Tokens that are counted. Raises UsageError when a trace has too few passages to count any."""
-        if self.tokens is not None:
-            return self.tokens
-        if not isinstance(self.depths, ListedDepths):
-            return TOKENS
-        count = len(self.depths.depths) - 1 - WARMUP_TOKENS
-        if count < 1:
-            raise UsageError(
-                f"{self.depths} has {len(self.depths.depths)} passages: the prompt and a first token, which is not "
-                "counted, take two, so at least 3 are needed"
-            )
-        return count
-
-    def new_tokens(self) -> int:
-        """Tokens that are generated, one a passage: the prompt's, the first ones, the counted ones."""
-        return 1 + WARMUP_TOKENS + self.counted()
-
-
-@dataclass(frozen=True)
 class Run:
     """What a run did: the counted passages and the time between their tokens."""
 
@@ -99,17 +59,6 @@ class Run:
     @property
     def seconds(self) -> float:
         return sum(self.token_s)
-
-
-def read_depths(text: str) -> Depths:
-    """`fixed:D`, `geometric:MEAN[,full=SHARE]` or the depths of a trace file. Raises UsageError."""
-    if looks_like_file(text):
-        trace = Trace.read_jsonl(text)
-        return ListedDepths(tuple(record.depth for record in trace.records), text)
-    try:
-        return parse_depths(text)
-    except ValueError as error:
-        raise UsageError(str(error)) from error
 
 
 def bench(
@@ -133,7 +82,7 @@ def bench(
         plan.checkpoint.close()
     model = load_config(config, progress)
     try:
-        model.river.trace.about["depths"] = None if request.depths is None else str(request.depths)
+        model.river.trace.about |= _forced(request)
         try:
             run = measure(model, request, forced, progress)
         finally:
@@ -163,24 +112,6 @@ def _simulated(model: PreTrainedModel, plan: Plan, ceilings: Ceilings, run: Run)
         pace=river.store.pace,
     )
     return replay(river.trace.records, len(run.records), run.seconds, circumstances)
-
-
-def forced_depths(request: Request, num_layers: int, min_exit: int) -> tuple[int, ...] | None:
-    """The depth of each passage, the prompt's first; None when the mode decides.
-
-    A rule gives those of the counted tokens; the passages before go as deep as the deepest of them, as a prompt, whose
-    signal is the smallest over its tokens, does. Raises UsageError for depths that the model or the river cannot have.
-    """
-    if request.depths is None:
-        return None
-    before, counted = 1 + WARMUP_TOKENS, request.counted()
-    try:
-        if isinstance(request.depths, ListedDepths):
-            return request.depths.draw(before + counted, num_layers, lowest=min_exit)
-        drawn = request.depths.draw(counted, num_layers, lowest=min_exit, seed=request.seed)
-    except ValueError as error:
-        raise UsageError(f"depths: {error}") from error
-    return (max(drawn),) * before + drawn
 
 
 def measure_ceilings(plan: Plan) -> Ceilings:
@@ -223,7 +154,7 @@ def measure(
     clock = _Clock(request.new_tokens(), progress or Silent())
     own, model.generation_config = model.generation_config, _greedy_to_the_end()
     try:
-        with river.using(depths=forced) if forced is not None else river.using():
+        with river.using(depths=forced, acceptance=request.acceptance):
             model.generate(
                 ids, attention_mask=torch.ones_like(ids), max_new_tokens=request.new_tokens(), streamer=clock
             )
@@ -290,7 +221,7 @@ def described(model: PreTrainedModel, request: Request) -> dict[str, Any]:
         "group_size": config.quant.group_size,
         "device": str(model.device),
         "dtype": str(model.dtype).removeprefix("torch."),
-        "depths": None if request.depths is None else str(request.depths),
+        **_forced(request),
         "prompt_tokens": request.prompt_tokens,
         "seed": request.seed,
         "num_layers": river.num_layers,
@@ -301,6 +232,12 @@ def described(model: PreTrainedModel, request: Request) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
     }
+
+
+def _forced(request: Request) -> dict[str, Any]:
+    """Where the depths of a run and the luck of its drafts came from, None for each that the model itself decided."""
+    given = {"depths": request.depths, "acceptance": request.acceptance}
+    return {name: None if value is None else str(value) for name, value in given.items()}
 
 
 class _Clock(BaseStreamer):
@@ -323,7 +260,7 @@ class _Clock(BaseStreamer):
 
 def _greedy_to_the_end() -> GenerationConfig:
     """No stop token and no habits of the checkpoint's own: a run has the length that was asked for."""
-    return GenerationConfig(do_sample=False, num_beams=1, pad_token_id=0)
+    return GenerationConfig(do_sample=False, num_beams=1)
 
 
 def _copy_s(records: Sequence[PassageRecord], nbytes: int, link: float | None) -> float | None:

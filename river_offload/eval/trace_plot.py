@@ -36,7 +36,7 @@ def trace_summary(trace: Trace) -> dict[str, Any]:
         "about": trace.about,
         "passages": len(trace.records),
         "decode": {
-            "tokens": sum(record.batch * _tokens(record) for record in decode),
+            "tokens": sum(record.batch * record.text_tokens for record in decode),
             "seconds": seconds,
             "stall_s": sum(record.wait_s for record in decode),
             "bytes_streamed": sum(record.bytes_streamed for record in decode),
@@ -44,6 +44,7 @@ def trace_summary(trace: Trace) -> dict[str, Any]:
             "misses": sum(getattr(record, "misses", 0) for record in decode),
             "depths": summary([record.depth for record in decode], trace.num_layers),
         },
+        "drafting": _drafting(trace),
         "prefill": {
             "passages": len(prefill),
             "tokens": sum(record.new_tokens * record.batch for record in prefill),
@@ -54,9 +55,24 @@ def trace_summary(trace: Trace) -> dict[str, Any]:
     }
 
 
-def _tokens(record: PassageRecord) -> int:
-    """Tokens a row that came of a passage after a prompt: a draft's are those that a check keeps."""
-    return {"draft": 0, "check": record.accepted + 1}.get(record.path, 1)
+def _drafting(trace: Trace) -> dict[str, Any] | None:
+    """What became of the drafts, tokens being those of a row; None where there are none, and for means of nothing."""
+    drafts = [record for record in trace.records if record.path == "draft"]
+    checks = [record for record in trace.records if record.path == "check"]
+    if not drafts:
+        return None
+    accepted, tokens = sum(check.accepted for check in checks), sum(check.text_tokens for check in checks)
+    nbytes = sum(record.bytes_streamed for record in (*drafts, *checks))
+    return {
+        "drafted": len(drafts),
+        "accepted": accepted,
+        "checks": len(checks),
+        "tokens_per_check": tokens / len(checks) if checks else None,
+        "drafts_per_token": len(drafts) / tokens if tokens else None,
+        "accepted_share": accepted / len(drafts) if checks else None,
+        "bytes_per_token": nbytes / tokens if tokens else None,
+        "mean_depth": trace.mean_depth,
+    }
 
 
 def plot_trace(trace: Trace, path: Path, *, title: str = "") -> None:

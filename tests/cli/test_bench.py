@@ -7,6 +7,7 @@ import pytest
 from river_offload.cli.app import app
 from river_offload.cli.bench import lines
 from river_offload.eval import bench as measuring
+from river_offload.trace import PassageRecord, Trace
 
 
 @pytest.fixture
@@ -48,6 +49,40 @@ def test_text_for_people(runner, command):
     assert "100% at full depth" in done.stdout and "4 tokens in" in done.stdout
 
 
+@pytest.fixture
+def accepted(tmp_path):
+    """A trace of one check in mode lossless that kept one of two tokens."""
+    parts = [("draft", 1, 0), ("draft", 1, 0), ("check", 3, 1)]
+    records = [
+        PassageRecord(index, tokens, 1, 4, path, "lossless", 5, [], 0.0, 0, 1.0, 0.9, accepted=kept, decided=kept + 1)
+        for index, (path, tokens, kept) in enumerate(parts)
+    ]
+    path = tmp_path / "accepted.jsonl"
+    Trace(5, {}, records).write_jsonl(path)
+    return str(path)
+
+
+@pytest.mark.parametrize("mode", [["--mode", "lossless"], ["--mode", "gated", "--gate", "0.95"]])
+def test_drafts_are_accepted_as_in_a_trace(mode, runner, command, accepted):
+    command = [*command, *mode, "--draft", "2", "--acceptance", accepted, "-q"]
+    done = runner.invoke(app, [*command, "--json"])
+    assert done.exit_code == 0, done.output
+    answer = json.loads(done.stdout)
+    assert answer["config"]["acceptance"] == accepted
+    # Every block loses its second token: 2, 2, and one place that is left has no room for a draft.
+    assert (answer["backbone_passes"], answer["drafted"], answer["accepted"]) == (3, 4, 2)
+    done = runner.invoke(app, command)
+    assert f"1.67 tokens a backbone pass · 4 drafted, 2 accepted by {accepted}" in done.stdout
+
+
+def test_a_trace_without_checks_is_no_acceptance(runner, command, tmp_path):
+    path = tmp_path / "exits.jsonl"
+    Trace(5, {}, [PassageRecord(0, 1, 1, 4, "decode", "exit", 5, [], 0.0, 0, 1.0)]).write_jsonl(path)
+    done = runner.invoke(app, [*command, "--mode", "lossless", "--acceptance", str(path)])
+    assert done.exit_code == 2, done.output
+    assert "no drafted token was checked in mode lossless: the trace has 1 passages of mode exit" in done.stderr
+
+
 def test_a_run_that_streams_nothing_says_so():
     figures = {
         "ceilings": {"memory_read_bytes_per_s": 3e10, "link_bytes_per_s": None, "link": None},
@@ -80,6 +115,9 @@ def test_a_run_that_streams_nothing_says_so():
         (["--depths", "fixed:3", "--mode", "backbone"], "--depths has no effect in mode backbone"),
         (["--depths", "fixed:3", "--tau", "0.7"], "--tau has no effect with --depths"),
         (["--depths", "fixed:9"], "passage 0 is to leave after 9 layers: expected 1..5"),
+        (["--acceptance", "t.jsonl"], "--acceptance has no effect in mode exit: nothing is checked there"),
+        (["--acceptance", "t", "--mode", "gated", "--gate", "0"], "--acceptance has no effect with --gate 0"),
+        (["--acceptance", "absent.jsonl", "--mode", "lossless"], "absent.jsonl cannot be read"),
         (["--tokens", "100"], "do not fit a context of 64"),
     ],
 )

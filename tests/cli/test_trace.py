@@ -29,6 +29,27 @@ def test_figures_for_people(runner, file):
     ]
 
 
+def test_drafts_are_summed_up_by_the_token(runner, tmp_path):
+    def record(path, tokens=1, depth=1, **more):
+        return PassageRecord(0, tokens, 1, 8, path, "lossless", depth, [], 0.0, 2**20, 1.0, margin=0.5, **more)
+
+    drafts = [record("draft")] * 3
+    checks = [record("check", 4, 4, accepted=2, decided=3), record("check", 4, 4, accepted=1, decided=2)]
+    path = tmp_path / "drafted.jsonl"
+    Trace(4, {}, [record("prefill", 8, 4), *drafts, checks[0], *drafts, checks[1]]).write_jsonl(path)
+    done = runner.invoke(app, ["trace", str(path)])
+    assert done.exit_code == 0, done.output
+    assert done.stdout.splitlines()[1:] == [
+        "5 tokens in 8.0 s · 8.0 MiB streamed, 0 B of it in vain · 0.0 s stalled · 0 misses",
+        "2 checks, 2.50 tokens each · 1.20 draft steps a token, 50% of them accepted · 1.6 MiB a token · "
+        "2.8 of 4 layers of the backbone a token",
+    ]
+    drafting = json.loads(runner.invoke(app, ["trace", str(path), "--json"]).stdout)["drafting"]
+    assert (drafting["checks"], drafting["drafted"], drafting["accepted"]) == (2, 6, 3)
+    Trace(4, {}, drafts).write_jsonl(path)
+    assert runner.invoke(app, ["trace", str(path)]).stdout.endswith("3 tokens drafted, none checked\n")
+
+
 def test_json_and_a_picture(runner, file):
     picture = file.with_suffix(".png")
     done = runner.invoke(app, ["trace", str(file), "--plot", str(picture), "--json"])

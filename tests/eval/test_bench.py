@@ -8,12 +8,14 @@ from typing import Any
 import pytest
 from families import QUANT, budget_for
 
+from policies.acceptance import Acceptance, Verdict
 from policies.depths import FixedDepths, GeometricDepths, ListedDepths
 from river_offload.config import RiverConfig
 from river_offload.errors import UsageError
 from river_offload.eval import bench as module
-from river_offload.eval.bench import Ceilings, Request, Run, bench, forced_depths, measure, read_depths, result
+from river_offload.eval.bench import Ceilings, Run, bench, measure, result
 from river_offload.eval.ceilings import memory_read_rate
+from river_offload.eval.request import Request, forced_depths, read_acceptance, read_depths
 from river_offload.trace import PassageRecord, Trace
 
 LAYERS = 5
@@ -136,6 +138,32 @@ def test_bench_of_a_streaming_model(checkpoint: Callable[..., Path], tmp_path: P
     # The depths of a trace give the same run again.
     again = bench(config_for(directory, 1), Request(prompt_tokens=4, depths=read_depths(str(trace))))
     assert again["depths"] == figures["depths"]
+
+
+ALTERNATING = Acceptance(tuple(Verdict(0.9, index % 3 != 2) for index in range(9)), "two of three")
+
+
+def test_bench_of_drafts_finds_what_it_is_given(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    directory, trace = checkpoint("llama"), tmp_path / "trace.jsonl"
+    config = config_for(directory, 1, mode="lossless", draft=3)
+    figures = bench(config, Request(tokens=10, prompt_tokens=4, acceptance=ALTERNATING), trace=trace)
+    assert figures["tokens_per_backbone_pass"] == pytest.approx(11 / 4)  # 3, 3, 3, and room for two more
+    assert (figures["drafted"], figures["accepted"]) == (10, 7)
+    assert figures["config"]["acceptance"] == "two of three" and figures["bytes_per_token"] > 0
+    assert Trace.read_jsonl(trace).about["acceptance"] == "two of three"
+    # Its own trace tells the same story.
+    assert read_acceptance(str(trace)).verdicts == tuple(
+        Verdict(pytest.approx(margin), agreed) for margin, agreed in (*ALTERNATING.verdicts, (0.9, True))
+    )
+
+
+def test_a_trace_without_checks_has_no_acceptance(tmp_path: Path) -> None:
+    path = tmp_path / "t.jsonl"
+    Trace(LAYERS, records=[record(2), record(3)]).write_jsonl(path)
+    with pytest.raises(UsageError, match=r"acceptance .*t\.jsonl: no drafted token was checked in mode lossless"):
+        read_acceptance(str(path))
+    with pytest.raises(UsageError, match="cannot be read"):
+        read_acceptance(str(tmp_path / "absent.jsonl"))
 
 
 def test_early_exits_within_the_resident_layers_stream_nothing(checkpoint: Callable[..., Path]) -> None:

@@ -38,6 +38,7 @@ def test_summary_counts_prompts_and_tokens_apart() -> None:
     assert (decode["tokens"], decode["seconds"], decode["bytes_streamed"]) == (2, 1.0, 2000)
     assert decode["stall_s"] == pytest.approx(0.2)
     assert decode["depths"]["mean"] == 2.5
+    assert figures["drafting"] is None
     assert trace_summary(Trace(LAYERS))["decode"]["tokens"] == 0
 
 
