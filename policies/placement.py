@@ -96,6 +96,7 @@ def _candidates(
                 embed_tier=embed_tier,
                 budget_bytes=budget_bytes,
                 kv_host_bytes=sizes.kv_host_bytes,
+                states_host_bytes=sizes.states_host_bytes,
                 terms={
                     "backbone": sum(sizes.backbone_bytes[:resident_count]),
                     "slots": slot_count * slot_bytes,

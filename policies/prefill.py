@@ -19,39 +19,64 @@ _LONGER = (2048, 1024)
 _NARROW = (256, 128, 64)
 
 
-def place_with_chunk(place: Callable[[int | None], Placement | Refusal], context: int) -> Placement | Refusal:
-    """Choose how many tokens of a prompt a layer reads at once, None for all of them.
+Place = Callable[[int | None, bool], Placement | Refusal]
+"""(chunk, do the states of a prompt rest on the host between the layers?) -> the placement, or why there is none."""
+
+
+def place_with_chunk(place: Place, context: int, states_bytes: int, chunk: int | None = None) -> Placement | Refusal:
+    """Choose how many tokens of a prompt a layer reads at once, None for all of them, and where their states rest.
 
     Each look at a placement is a dry run, so those that cannot be the answer are left out.
 
     A resident layer is worth more than a longer chunk: it saves its bytes for every token, while beyond
     `FULL_SPEED_TOKENS` a chunk saves next to nothing. So that length says how many layers can rest on the device, and
     the longest chunk that costs none of them is taken. Shorter ones, which slow a prompt down, come only where nothing
-    else fits.
+    else fits. States on the host cost a prompt two copies a layer, and nothing afterwards: they go there as soon as
+    that makes room for a layer, or for anything at all.
 
     Args:
-        place: the placement for a chunk, or why there is none.
         context: the longest prompt in tokens.
+        states_bytes: of its states.
+        chunk: the length, where it is given and only the states are to be decided on.
     """
-    whole = place(None) if context <= _WHOLE_TOKENS else None
+    best = _on_the_device(place, context) if chunk is None else place(chunk, False)
+    if isinstance(best, Placement):
+        quick = chunk or FULL_SPEED_TOKENS
+        if quick >= context or not _would_gain(best, states_bytes):
+            return best
+        resting = place(quick, True)
+        return resting if isinstance(resting, Placement) and _worth(resting) > _worth(best) else best
+    refused = [best]
+    # Where there is too much of the rest, no chunk is a remedy, and the narrowest says what would be the least.
+    hopeless = best.needed_bytes - best.terms["transient"] > best.budget_bytes
+    narrow = (chunk,) if chunk else _NARROW[-1:] if hopeless else (FULL_SPEED_TOKENS, *_NARROW)
+    for length in (length for length in narrow if length < context):
+        resting = place(length, True)
+        if isinstance(resting, Placement):
+            return resting
+        refused.append(resting)
+    return min(refused, key=lambda refusal: refusal.needed_bytes)
+
+
+def _on_the_device(place: Place, context: int) -> Placement | Refusal:
+    """The longest chunk that costs no layer, the states on the device."""
+    whole = place(None, False) if context <= _WHOLE_TOKENS else None
     if isinstance(whole, Placement) and not whole.streamed_layers and whole.embed_tier == "device":
         return whole
-    quick = whole if whole is not None and context <= FULL_SPEED_TOKENS else place(FULL_SPEED_TOKENS)
-    if isinstance(quick, Placement):
-        if isinstance(whole, Placement) and _worth(whole) >= _worth(quick):
-            return whole
-        longer = (place(chunk) for chunk in _LONGER if chunk < context and _has_room(quick, chunk))
-        fitting = (one for one in longer if isinstance(one, Placement))
-        return next((one for one in fitting if _worth(one) >= _worth(quick)), quick)
-    refused = [one for one in (whole, quick) if isinstance(one, Refusal)]
-    # Where there is too much of the rest, no chunk is a remedy, and the narrowest says what would be the least.
-    hopeless = quick.needed_bytes - quick.terms["transient"] > quick.budget_bytes
-    for chunk in (chunk for chunk in (_NARROW[-1:] if hopeless else _NARROW) if chunk < context):
-        narrow = place(chunk)
-        if isinstance(narrow, Placement):
-            return narrow
-        refused.append(narrow)
-    return min(refused, key=lambda refusal: refusal.needed_bytes)
+    quick = whole if whole is not None and context <= FULL_SPEED_TOKENS else place(FULL_SPEED_TOKENS, False)
+    if isinstance(quick, Refusal):
+        return min((one for one in (whole, quick) if isinstance(one, Refusal)), key=lambda one: one.needed_bytes)
+    if isinstance(whole, Placement) and _worth(whole) >= _worth(quick):
+        return whole
+    longer = (place(chunk, False) for chunk in _LONGER if chunk < context and _has_room(quick, chunk))
+    fitting = (one for one in longer if isinstance(one, Placement))
+    return next((one for one in fitting if _worth(one) >= _worth(quick)), quick)
+
+
+def _would_gain(placement: Placement, states_bytes: int) -> bool:
+    """Could another layer rest on the device if the states of a prompt did not?"""
+    room_bytes = placement.budget_bytes - placement.planned_bytes + states_bytes
+    return bool(placement.streamed_layers) and room_bytes >= placement.slot_bytes
 
 
 def _has_room(quick: Placement, chunk: int) -> bool:

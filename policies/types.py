@@ -100,6 +100,8 @@ class ModelSizes:
     """Extra device bytes that streaming needs beside its slots: buffers that files are read through."""
     kv_host_bytes: int = 0
     """What the KV cache holds off the device: main memory of a GPU, disk of a CPU."""
+    states_host_bytes: int = 0
+    """The states of a long prompt, where they rest off the device between the layers. 0 when they stay on it."""
 
     def __post_init__(self) -> None:
         lengths = len(self.backbone_bytes), len(self.river_bytes), len(self.norm_bytes)
@@ -133,10 +135,17 @@ class Placement:
     """Device bytes by category; their sum is `planned_bytes`."""
     kv_host_bytes: int = 0
     """What the KV cache holds off the device, which no term counts."""
+    states_host_bytes: int = 0
+    """The same of a long prompt's states between the layers; 0 when they stay on the device."""
 
     @property
     def planned_bytes(self) -> int:
         return sum(self.terms.values())
+
+    @property
+    def states_tier(self) -> str:
+        """Where the states of a prompt are between the layers: "device" or "host"."""
+        return "host" if self.states_host_bytes else "device"
 
 
 @dataclass(frozen=True)

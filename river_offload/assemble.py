@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map
 from transformers import PreTrainedModel
 
 from policies.exit import ExitRule
@@ -23,6 +24,7 @@ from river_offload.call import Call
 from river_offload.chunks import token_wise
 from river_offload.errors import UsageError
 from river_offload.kv.cache import SharedCache
+from river_offload.kv.memory import Allocate
 from river_offload.layer import RiverLayer
 from river_offload.passage import Flow, OnMiss
 from river_offload.store.link import Link
@@ -70,6 +72,7 @@ def assemble(
     prefetcher: Prefetcher | None,
     on_miss: OnMiss = "wait",
     prefill: PrefillRule | None = None,
+    states_memory: Allocate | None = None,
 ) -> Flow:
     """Fill `structure.model` in place and put a RiverLayer at every depth; returns the flow its passages go through.
 
@@ -79,6 +82,7 @@ def assemble(
         prefetcher: decides what the link does; None when nothing is streamed.
         on_miss: what a passage does about a layer that is not there.
         prefill: whether prompts may leave the backbone in mode `exit`; they may when not given.
+        states_memory: where the states of long prompts rest between the layers; None for the device.
     """
     _place_outside(structure, placement, parts, device)
     backbone: dict[int, nn.Module] = {}
@@ -97,12 +101,23 @@ def assemble(
         if depth in needed:
             backbone[depth] = layer
     store = Store(backbone, streamed_bytes, slots, link, prefetcher)
-    flow = Flow(rule, store, trace, on_miss=on_miss, prefill=prefill, prefill_chunk=placement.prefill_chunk)
+    flow = Flow(
+        rule,
+        store,
+        trace,
+        on_miss=on_miss,
+        prefill=prefill,
+        prefill_chunk=placement.prefill_chunk,
+        device=device,
+        states_memory=states_memory,
+    )
     for depth in range(structure.num_layers):
         structure.layers[depth] = RiverLayer(depth, backbone.get(depth), river.get(depth), flow)
     _follow_passages(structure, flow)
     _read_in_chunks(structure, flow)
-    _pack_head_input(structure.model)
+    if device.type != "cpu" and states_memory is not None:
+        _show_what_is_on_the_device(structure, device)
+    _pack_head_input(structure.model, device)
     _hear_the_head(structure.model, flow)
     return flow
 
@@ -251,12 +266,34 @@ def _make_token_wise(module: nn.Module, flow: Flow, *, in_place: bool) -> None:
     def forward(tokens: torch.Tensor) -> torch.Tensor:
         if not flow.in_chunks:
             return plain(tokens)
-        return token_wise(plain, tokens, flow.spans(None, tokens.shape[1]), tokens if in_place else None)
+        spans = flow.spans(None, tokens.shape[1])
+        if in_place:
+            return token_wise(lambda part: plain(flow.on_device(part)), tokens, spans, tokens)
+        return token_wise(plain, tokens, spans, allocate=flow.states_memory)
 
     module.forward = forward
 
 
-def _pack_head_input(model: nn.Module) -> None:
+def _show_what_is_on_the_device(structure: Structure, device: torch.device) -> None:
+    """Rotary tables ask the states of a prompt where they are and of what kind, no more: with states that rest on the
+    host they are shown a stand-in of a single number on the device, and positions that were made beside them are sent.
+    """
+    embedding = structure.model.get_input_embeddings()
+
+    def moved(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or value.device == device:
+            return value
+        return value.new_empty((), device=device).expand(value.shape) if value.is_floating_point() else value.to(device)
+
+    def show(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return tree_map(moved, args), tree_map(moved, kwargs)
+
+    for child in structure.decoder.children():
+        if not isinstance(child, nn.ModuleList) and child is not embedding and not list(child.parameters()):
+            child.register_forward_pre_hook(show, with_kwargs=True)
+
+
+def _pack_head_input(model: nn.Module, device: torch.device) -> None:
     """Give the head states with ordinary strides.
 
     Transformers hands it the last position as a slice. For that, oneDNN copies the whole bfloat16 weight into another
@@ -264,7 +301,7 @@ def _pack_head_input(model: nn.Module) -> None:
     """
 
     def pack(_: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-        return (args[0].clone(memory_format=torch.contiguous_format), *args[1:])
+        return (args[0].to(device, copy=True, memory_format=torch.contiguous_format), *args[1:])
 
     model.get_output_embeddings().register_forward_pre_hook(pack)  # type: ignore[operator]
 

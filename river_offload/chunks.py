@@ -10,6 +10,7 @@ from transformers.cache_utils import Cache
 
 from river_offload.attention import DeferredMask
 from river_offload.errors import UsageError
+from river_offload.kv.memory import Allocate
 
 Spans = Callable[[int | None, int], Iterable[slice]]
 """(depth, tokens) -> the chunks of a prompt in order; depth is None outside the layers."""
@@ -91,16 +92,19 @@ def token_wise(
     tokens: torch.Tensor,
     spans: Iterable[slice],
     into: torch.Tensor | None = None,
+    allocate: Allocate | None = None,
 ) -> torch.Tensor:
     """`forward` of tokens that do not look at each other, [batch, tokens, ...], chunk by chunk.
 
     Args:
         into: where the result goes, which may be `tokens`; None for memory of its own.
+        allocate: gives that memory; None for the device.
     """
     for span in spans:
         part = forward(tokens[:, span])
         if into is None:
-            into = part.new_empty((*tokens.shape[:2], *part.shape[2:]))
+            shape = (*tokens.shape[:2], *part.shape[2:])
+            into = part.new_empty(shape) if allocate is None else allocate(shape, part.dtype)
         into[:, span] = part
     assert into is not None
     return into

@@ -323,6 +323,7 @@ class River:
                 "slots": self.placement.slots,
                 "embed_tier": self.placement.embed_tier,
                 "prefill_chunk": self.placement.prefill_chunk,
+                "states_tier": self.placement.states_tier,
             },
             "kv": {
                 "bits": self.config.kv_bits,

@@ -55,14 +55,14 @@ class RiverLayer(nn.Module):
         """A long prompt. Each chunk's new state takes the place of the old one, which nobody needs any more."""
         passage, tokens = self._flow.passage, hidden_states.shape[1]
         call = ChunkedCall(self.depth, tokens, args, kwargs)
-        states = hidden_states if passage.owns(hidden_states) else torch.empty_like(hidden_states)
+        states = hidden_states if passage.owns(hidden_states) else self._flow.states_like(hidden_states)
         for span in self._flow.spans(self.depth, tokens):
-            entering = hidden_states[:, span]
+            entering = self._flow.on_device(hidden_states[:, span])
             leaving = only_state(layer(entering, **call.at(span)))
             if looking:
                 passage.look(self.depth + 1, entering, leaving, span)
             states[:, span] = leaving
-            del leaving  # or it would be there during the next chunk
+            del entering, leaving  # or they would be there during the next chunk
             self._flow.progress.advance(1)
         return states
 

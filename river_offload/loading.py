@@ -19,7 +19,7 @@ from river_offload.config import QuantConfig, RiverConfig
 from river_offload.handle import River
 from river_offload.kv.cache import SharedCache
 from river_offload.kv.kind import KvKind
-from river_offload.kv.memory import host_memory, kv_folder
+from river_offload.kv.memory import host_memory, kv_folder, states_memory
 from river_offload.ledger import held_by_category
 from river_offload.memory.probes import return_freed_memory
 from river_offload.memory.storages import storage_bytes
@@ -167,6 +167,7 @@ def _fill(plan: Plan, disk: DiskTier, streaming: Streaming, progress: Progress) 
         prefetcher=streaming.prefetcher,
         on_miss="exit" if config.on_miss == "exit" else "wait",
         prefill=_prefill_rule(plan, streaming),
+        states_memory=states_memory(plan.device, kv_folder(plan.cache_dir)) if placement.states_host_bytes else None,
     )
 
 

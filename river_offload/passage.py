@@ -18,6 +18,7 @@ from policies.prefill import PrefillRule
 from river_offload.call import Call
 from river_offload.chunks import Spans, spans_of
 from river_offload.errors import UsageError
+from river_offload.kv.memory import Allocate
 from river_offload.progress import Progress, Silent
 from river_offload.store.store import Store
 from river_offload.trace import PassageRecord, Trace
@@ -144,6 +145,8 @@ class Flow:
         on_miss: what a passage does about a layer that is not there. In mode `exit` alone is leaving a choice.
         prefill: whether a prompt may leave the backbone, in mode `exit`.
         prefill_chunk: a layer reads at most so many tokens a row at once; None for any number.
+        device: of the layers.
+        states_memory: where the states of a prompt in chunks rest between the layers; None for the device.
     """
 
     def __init__(
@@ -155,6 +158,8 @@ class Flow:
         on_miss: OnMiss = "wait",
         prefill: PrefillRule | None = None,
         prefill_chunk: int | None = None,
+        device: torch.device | None = None,
+        states_memory: Allocate | None = None,
     ) -> None:
         self.rule = rule
         self.store = store
@@ -162,6 +167,8 @@ class Flow:
         self.on_miss = on_miss
         self.prefill = prefill or PrefillRule()
         self.prefill_chunk = prefill_chunk
+        self.device = device or torch.device("cpu")
+        self.states_memory = states_memory
         self.spans: Spans = spans_of(prefill_chunk or 1)
         """The chunks that a layer reads one after the other. A dry run leaves out those that repeat."""
         self.progress: Progress = Silent()
@@ -189,6 +196,16 @@ class Flow:
         """The open passage. A decoder layer that runs outside the model's forward pass is a programming error."""
         assert self._passage is not None, "a RiverLayer ran outside a forward pass of its model"
         return self._passage
+
+    def on_device(self, states: torch.Tensor) -> torch.Tensor:
+        """Some tokens of a prompt in chunks where the layers are: a copy if they rest elsewhere, on a CPU, too."""
+        return states if self.states_memory is None else states.to(self.device, copy=True)
+
+    def states_like(self, states: torch.Tensor) -> torch.Tensor:
+        """Memory for the states of a prompt, with anything in it."""
+        if self.states_memory is None:
+            return torch.empty_like(states)
+        return self.states_memory(tuple(states.shape), states.dtype)
 
     def open(self, call: Call) -> Passage:
         """Begin the forward pass of a call of the decoder, under the rule in force.

@@ -72,6 +72,33 @@ def test_a_prompt_in_chunks_is_the_prompt_at_once(
         torch.testing.assert_close(found, run(plain(family), ids[:, length:], expected_cache), rtol=0, atol=TOLERANCE)
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("given", ["tokens", "states"])
+def test_states_on_the_host_are_the_same_to_the_bit(
+    family: str, given: str, checkpoint: Callable[..., Path], open_river: Callable[..., Any]
+) -> None:
+    """The least budget that will do puts them there, a roomy one does not. `given`: what the caller hands in."""
+    options: dict[str, Any] = {"mode": "backbone", "context": CONTEXT, "prefill_chunk": 16}
+    found = []
+    for tier, budget in (("device", "1GiB"), ("host", budget_for(checkpoint(family), 0, **options))):
+        model = open_river(family, budget=budget, **options)
+        assert model.river.report()["placement"]["states_tier"] == tier
+        ids, cache = tokens(200), model.river.new_cache()
+        embedded = model.get_input_embeddings()(ids).detach()
+        prompt = {"input_ids": ids} if given == "tokens" else {"inputs_embeds": embedded}
+        untouched = embedded.clone()
+        with torch.no_grad():
+            logits = [model(**prompt, past_key_values=cache).logits]
+            logits.append(model(tokens(30, seed=5), past_key_values=cache).logits)
+            logits.append(model(tokens(1, seed=6), past_key_values=cache).logits)
+        assert torch.equal(embedded, untouched)
+        found.append((torch.cat(logits, dim=1), cache))
+    (all_logits, cache), (other_logits, other_cache) = found
+    assert torch.equal(all_logits, other_logits)
+    for mine, theirs in zip(cache.layers, other_cache.layers, strict=True):
+        assert torch.equal(mine.keys, theirs.keys) and torch.equal(mine.values, theirs.values)
+
+
 @pytest.mark.parametrize("family", ["mistral", "gemma3"])
 @pytest.mark.parametrize("chunk", [3, 8, 9])
 def test_windows_slide_over_every_boundary(

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from families import load_tiny, tokens
+from families import budget_for, load_tiny, tokens
 
 HIDDEN, CHUNK = 320, 256
 SHAPE: dict[str, Any] = {
@@ -42,6 +42,24 @@ def test_a_prompt_sixteen_times_as_long_takes_its_states_and_no_more(checkpoint:
         assert more - measured[0] <= length * HIDDEN * torch.float32.itemsize
     whole_bytes, _ = rises(directory, LENGTHS[0])
     assert whole_bytes > 4 * measured[0]
+
+
+@pytest.mark.slow
+def test_states_on_the_host_leave_a_prompt_of_any_length_what_a_chunk_takes(checkpoint: Callable[..., Path]) -> None:
+    directory = checkpoint("llama", **SHAPE)
+    measured = []
+    for length in LENGTHS[:2]:
+        options: dict[str, Any] = {"mode": "backbone", "context": length, "prefill_chunk": CHUNK}
+        model = load_tiny(directory, budget=budget_for(directory, 0, **options), **options)
+        with model.river, torch.no_grad():
+            placement = model.river.placement
+            assert placement.states_host_bytes == (length - 1) * HIDDEN * torch.float32.itemsize
+            model(tokens(length - 1), past_key_values=model.river.new_cache(), logits_to_keep=1)
+            held_bytes = model.river.device_bytes() + placement.terms["kv"]
+            measured.append(model.river.account.peak_device_bytes - held_bytes)
+            assert measured[-1] + CALLERS_BYTES * length == pytest.approx(placement.terms["transient"], rel=0.02)
+    # Rotary tables and the mask of a chunk grow with the prompt; its states would be ten times as much.
+    assert measured[1] - measured[0] < (LENGTHS[1] - LENGTHS[0]) * (2 * 8 * 4 + 4 * CHUNK)
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma3", "phi3"])

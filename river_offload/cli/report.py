@@ -56,7 +56,7 @@ def json_object(text: str, report: Mapping[str, Any], *, mode: str, tau: float, 
         "budget_bytes": report["budget_bytes"],
         "placement": {
             name: list(placement[name]) if isinstance(placement[name], tuple) else placement[name]
-            for name in ("resident_layers", "streamed_layers", "slots", "embed_tier", "prefill_chunk")
+            for name in ("resident_layers", "streamed_layers", "slots", "embed_tier", "prefill_chunk", "states_tier")
         },
         "kernel": report["kernel"],
     }

@@ -1,4 +1,5 @@
-"""Memory for keys and values that rest off the device: pinned for a GPU, a file mapped into memory for a CPU."""
+"""Memory for what rests off the device, keys and values above all: pinned for a GPU, a file mapped into memory for a
+CPU."""
 
 from __future__ import annotations
 
@@ -30,6 +31,14 @@ def host_memory(device: torch.device, folder: Path) -> Allocate:
     """Where the host tier of a cache on `device` rests; `folder` is where a CPU keeps the file."""
     if device.type == "cuda":
         return pinned_memory
+    return lambda shape, dtype: file_memory(folder, shape, dtype)
+
+
+def states_memory(device: torch.device, folder: Path) -> Allocate:
+    """Where the states of a long prompt rest between the layers of a model on `device`. Beside a GPU that is ordinary
+    memory: it is made anew for each prompt, and pinning takes longer than the copies would gain."""
+    if device.type == "cuda":
+        return plain_memory
     return lambda shape, dtype: file_memory(folder, shape, dtype)
 
 
@@ -80,8 +89,8 @@ def file_memory(folder: Path, shape: tuple[int, ...], dtype: torch.dtype) -> tor
 
 def _no_memory(folder: Path, need_bytes: int, why: str) -> CacheError:
     return CacheError(
-        f"{need_bytes} bytes for keys and values cannot be had in {folder}: {why}. Free some space, take a smaller "
-        "context or fewer kv_bits, or choose another folder with cache_dir"
+        f"{need_bytes} bytes for keys and values, or the states of a prompt, cannot be had in {folder}: {why}. Free "
+        "some space, take a smaller context, fewer kv_bits or a larger budget, or choose another folder with cache_dir"
     )
 
 

@@ -7,8 +7,9 @@ run, since all of a kind allocate alike.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -61,6 +62,8 @@ class Needs:
     """That moment came when a conversation went on, not in a prompt that fills the context nor after it."""
     kv_host_bytes: int = 0
     """What the cache holds on the host: main memory of a GPU, disk of a CPU."""
+    states_host_bytes: int = 0
+    """The same of a prompt's states, where they rest there."""
 
 
 def dry_run(
@@ -73,6 +76,7 @@ def dry_run(
     prefill_chunk: int | None = None,
     kv_kind: KvKind = PLAIN,
     give_back: int = 0,
+    rest_states: bool = False,
     trust_remote_code: bool = False,
 ) -> Needs:
     """Run prompts and single tokens that fill the context down each path that `modes` can take.
@@ -84,6 +88,7 @@ def dry_run(
         kv_kind: of the cache.
         give_back: the most drafted tokens that a mode checks at once and takes off the cache again; 0 without such a
             mode.
+        rest_states: the states of a prompt in chunks rest on the host between the layers.
     """
     kinds = whole.kinds()
     # The shortest run of layers from the front that has one of each kind. Layer 0 does not count where another is of
@@ -97,6 +102,8 @@ def dry_run(
         with fake, torch.no_grad():
             structure = Structure.of(short, precision.dtype, trust_remote_code=trust_remote_code)
             flow = _assemble_fake(structure, rule, _FakeParts(structure, precision), prefill_chunk)
+            states = _HostStates(batch * context * short.hidden_size, precision.dtype) if rest_states else None
+            flow.states_memory = None if states is None else states.memory
             cache = SharedCache(short, context, kv_kind, give_back=give_back)
             if prefill_chunk is not None:
                 flow.spans = _first_and_last(prefill_chunk, cache)
@@ -114,7 +121,18 @@ def dry_run(
                 cache.crop(-checked)
                 rise = _rise(structure.model, cache, like, batch, checked, kept_logits=checked, chunked=chunked)
                 worst = _larger(worst, rise)
-    return worst
+    hidden_bytes = batch * (context - 1) * short.hidden_size * precision.dtype.itemsize
+    return replace(worst, states_host_bytes=hidden_bytes) if rest_states else worst
+
+
+class _HostStates:
+    """Host memory for the states of a prompt, there before anything is counted: it is no memory of the device."""
+
+    def __init__(self, elements: int, dtype: torch.dtype) -> None:
+        self._held = torch.empty(elements, dtype=dtype)
+
+    def memory(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return self._held[: math.prod(shape)].view(shape)
 
 
 def _rise(

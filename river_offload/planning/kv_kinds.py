@@ -23,6 +23,7 @@ def kv_needs(
     modes: tuple[Mode, ...],
     prefill_chunk: int | None = None,
     give_back: int = 0,
+    rest_states: bool = False,
     trust_remote_code: bool = False,
 ) -> list[KvNeeds]:
     """Each kind that has an effect on the model, measured by a dry run of its own (a second or so each).
@@ -31,7 +32,7 @@ def kv_needs(
         structure: the model.
         context, batch: tokens per row, rows.
         prefill_chunk: tokens of a prompt that a layer reads at once; None for all of them.
-        give_back: tokens that the cache gives back at once (see `dry_run`).
+        give_back, rest_states: see `dry_run`.
     """
     found: list[KvNeeds] = []
     for kind in (PLAIN,) if only_windows(structure.model.config) else KINDS:
@@ -44,6 +45,7 @@ def kv_needs(
             prefill_chunk=prefill_chunk,
             kv_kind=kind,
             give_back=give_back,
+            rest_states=rest_states,
             trust_remote_code=trust_remote_code,
         )
         full_bytes = found[0].full_bytes if found else needs.kv_bytes

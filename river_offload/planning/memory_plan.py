@@ -42,9 +42,10 @@ class HostNeeds:
     """Layers that wait for their turn, the ring that those on disk come through, keys and values of tier host. Pinned
     to the byte."""
     pageable_bytes: int
+    """The states of a long prompt that rest off the device between the layers."""
     file_backed_bytes: int
     """An embedding that rests off the device is mapped from its file, and so, on a CPU, are keys and values of tier
-    host: the kernel keeps what is in use."""
+    host and such states: the kernel keeps what is in use."""
 
 
 @dataclass(frozen=True)
@@ -132,6 +133,7 @@ class MemoryPlan:
                 "slot_bytes": placement.slot_bytes,
                 "embed_tier": placement.embed_tier,
                 "prefill_chunk": placement.prefill_chunk,
+                "states_tier": placement.states_tier,
             },
             "seconds_per_token": self.speed.as_json(),
             "constants": self.constants,
@@ -176,7 +178,8 @@ def plan_for(
     placement, remedies = weighed.place(config, modes, budget_bytes), None
     if isinstance(placement, Refusal):
         chunked = replace(facts, config=replace(config, prefill_chunk=weighed.prefill_chunk or config.context))
-        remedies = find_remedies(chunked, weighed, placement, functools.partial(weigh_facts, device_type))
+        again = functools.partial(weigh_facts, device_type, rest_states=weighed.rest_states)
+        remedies = find_remedies(chunked, weighed, placement, again)
         smallest = weighed.place(config, modes, placement.needed_bytes)
         assert isinstance(smallest, Placement), "a refusal quotes a budget that is refused"
         placement = replace(smallest, budget_bytes=budget_bytes)
@@ -215,6 +218,7 @@ def _kv_alternatives(
         modes=modes,
         prefill_chunk=weighed.prefill_chunk,
         give_back=config.give_back,
+        rest_states=weighed.rest_states,
         trust_remote_code=config.trust_remote_code,
     )
     depths = expected_depths(modes[0], config.min_exit, facts.structure.num_layers, mean_depth)
@@ -252,13 +256,15 @@ def _as_json(alternative: KvAlternative) -> dict[str, Any]:
     }
 
 
-def weigh_facts(device_type: str, facts: ModelFacts, needs: Needs | None = None) -> tuple[Weighed, tuple[Mode, ...]]:
+def weigh_facts(
+    device_type: str, facts: ModelFacts, needs: Needs | None = None, *, rest_states: bool = False
+) -> tuple[Weighed, tuple[Mode, ...]]:
     """Run the model dry with the options of `facts.config`, unless its `needs` are known.
 
     Returns also its modes, the one it starts in first.
     """
-    modes = _modes(facts)
-    return weigh(facts.structure, _precision(facts, device_type), facts.config, modes, facts.stored, needs), modes
+    modes, precision = _modes(facts), _precision(facts, device_type)
+    return weigh(facts.structure, precision, facts.config, modes, facts.stored, needs, rest_states=rest_states), modes
 
 
 def _modes(facts: ModelFacts) -> tuple[Mode, ...]:
@@ -329,9 +335,9 @@ def _host(weighed: Weighed, placement: Placement, held: tuple[int, ...], device_
         pinned_bytes=sum(sizes.backbone_bytes[layer] for layer in held)
         + (RING_BYTES if on_disk else 0)
         + (kv_bytes if device_type != "cpu" else 0),
-        pageable_bytes=0,
+        pageable_bytes=placement.states_host_bytes if device_type != "cpu" else 0,
         file_backed_bytes=(0 if placement.embed_tier == "device" else sizes.embed_bytes)
-        + (kv_bytes if device_type == "cpu" else 0),
+        + (kv_bytes + placement.states_host_bytes if device_type == "cpu" else 0),
     )
 
 

@@ -46,6 +46,11 @@ class Method:
         """Decoder layers that it adds to the model."""
         return paper.BALCONY_EXTRA_LAYERS if self.kind == "balcony" else 0
 
+    @property
+    def keeps_least(self) -> bool:
+        """Is everything off the device that can be? Then the states of a long prompt are, too."""
+        return self.kind == "river" and self.resident_layers is None
+
     def place(self, sizes: ModelSizes) -> Placement:
         """Everything on the device, or for River the least that runs. Raises UsageError for too many layers."""
         if self.kind != "river":
@@ -85,6 +90,7 @@ def note(method: Method, placement: Placement, *, published: bool) -> str:
     if method.kind == "backbone":
         return "paper: weights and KV alone"
     where = "" if placement.embed_tier == "device" else f", embedding on the {placement.embed_tier}"
+    where += "" if placement.states_tier == "device" else ", states of the prompt on the host"
     held = f"{len(placement.resident_layers)} resident layers, {placement.slots} streaming buffer{where}"
     if method.resident_layers is None:
         held += f"; the paper's figures keep {paper.RIVER_RESIDENT_LAYERS} layers"

@@ -203,12 +203,11 @@ def stored_layers(checkpoint: Checkpoint, structure: Structure, keys: Mapping[st
 
 
 def _check_host(config: RiverConfig, placement: Placement, device: torch.device, cache_dir: Path) -> None:
-    """Does the host tier hold what the cache rests there? Asked before hours of work, not after."""
+    """Does the host tier hold what rests there of cache and prompts? Asked before hours of work, not after."""
     need_bytes = placement.kv_host_bytes
-    if not need_bytes:
-        return
     if device.type == "cpu":
-        require_space(kv_folder(cache_dir), need_bytes)
+        if on_disk_bytes := need_bytes + placement.states_host_bytes:
+            require_space(kv_folder(cache_dir), on_disk_bytes)
     elif config.host_budget is not None and config.host_budget < need_bytes:
         raise UsageError(
             f"host_budget is {config.host_budget} bytes, the keys and values that kv_tier=host keeps there take "

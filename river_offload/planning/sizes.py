@@ -49,6 +49,8 @@ class Weighed:
     """One entry per layer: bytes of its quantized linears by category."""
     prefill_chunk: int | None
     """Tokens of a prompt that a layer reads at once in what was weighed; None for all of them."""
+    rest_states: bool = False
+    """Whether the states of a prompt rested on the host between the layers."""
 
     def place(self, config: RiverConfig, modes: tuple[Mode, ...], budget_bytes: int) -> Placement | Refusal:
         """Decide for the options of `config`; `modes` are its mode and its also_modes."""
@@ -79,10 +81,15 @@ def weigh(
     modes: tuple[Mode, ...],
     stored: Stored,
     needs: Needs | None = None,
+    *,
+    rest_states: bool = False,
 ) -> Weighed:
     """Run the model dry, unless its `needs` are known, and weigh its parts. Takes no weights.
 
     Prompts are read in chunks of `config.prefill_chunk`, whole where that is None.
+
+    Args:
+        rest_states: the states of a prompt in chunks rest on the host between the layers.
     """
     chunk = config.prefill_chunk if config.prefill_chunk is not None and config.prefill_chunk < config.context else None
     needs = needs or dry_run(
@@ -94,10 +101,11 @@ def weigh(
         prefill_chunk=chunk,
         kv_kind=KvKind.of(config),
         give_back=config.give_back,
+        rest_states=rest_states,
         trust_remote_code=config.trust_remote_code,
     )
     parts = tuple(precision.river_parts(layer) for layer in structure.layers)
-    return Weighed(model_sizes(structure, needs, precision, stored), needs, parts, chunk)
+    return Weighed(model_sizes(structure, needs, precision, stored), needs, parts, chunk, rest_states)
 
 
 def weigh_within(
@@ -108,17 +116,19 @@ def weigh_within(
     modes: tuple[Mode, ...],
     stored: Stored,
 ) -> Weighed:
-    """Weigh a model for the chunk that `config` names, or for the one that serves best within the budget."""
+    """Weigh a model for what serves best within the budget: a chunk, if `config` names none, and where states rest."""
     tried: list[tuple[Weighed, Placement | Refusal]] = []
 
-    def place_chunk(chunk: int | None) -> Placement | Refusal:
-        weighed = weigh(structure, precision, replace(config, prefill_chunk=chunk), modes, stored)
+    def place_chunk(chunk: int | None, rest_states: bool) -> Placement | Refusal:
+        chunked = replace(config, prefill_chunk=chunk)
+        weighed = weigh(structure, precision, chunked, modes, stored, rest_states=rest_states)
         tried.append((weighed, weighed.place(config, modes, budget_bytes)))
         return tried[-1][1]
 
-    if config.prefill_chunk is not None or why_whole(structure.decoder):
+    if why_whole(structure.decoder):
         return weigh(structure, precision, config, modes, stored)
-    best = place_with_chunk(place_chunk, config.context)
+    states_bytes = config.batch * config.context * structure.model.config.hidden_size * precision.dtype.itemsize
+    best = place_with_chunk(place_chunk, config.context, states_bytes, config.prefill_chunk)
     return next(weighed for weighed, placed in tried if placed is best)
 
 
@@ -145,6 +155,7 @@ def model_sizes(
         other_bytes=sum(outside.values()) + _buffer_bytes(structure),
         kv_bytes=needs.kv_bytes,
         kv_host_bytes=needs.kv_host_bytes,
+        states_host_bytes=needs.states_host_bytes,
         transient_bytes=needs.transient_bytes,
         embed_away_tier=_away_tier(structure, device_type),
         load_bytes=max(_load_bytes(structure, precision, i, stored.other_dtype_bytes) for i in layers),

@@ -43,8 +43,7 @@ class Row:
 
     def as_json(self, budget_bytes: int | None) -> dict[str, Any]:
         """A row of the JSON. `fits` is null without a budget."""
-        names = ("resident_layers", "streamed_layers", "river_layers", "slots", "embed_tier", "prefill_chunk")
-        placed = {name: getattr(self.placement, name) for name in names}
+        placed = {name: getattr(self.placement, name) for name in _PLACED}
         return {
             "method": self.method,
             "context": self.context,
@@ -129,6 +128,13 @@ def _contexts(facts: ModelFacts, asked: Sequence[int] | None) -> list[int]:
     return sorted(set(asked))
 
 
+_PLACED = (
+    *("resident_layers", "streamed_layers", "river_layers", "slots"),
+    *("embed_tier", "prefill_chunk", "states_tier"),
+)
+"""What the JSON says of a placement."""
+
+
 class _DryRuns:
     """What models weigh, by what it depends on, so that methods which share it run dry once."""
 
@@ -137,14 +143,15 @@ class _DryRuns:
         whole = why_whole(facts.structure.decoder) is not None
         self._chunk = facts.config.prefill_chunk or (None if whole else FULL_SPEED_TOKENS)
         self._structures = {0: facts.structure}
-        self._weighed: dict[tuple[int, Mode, int], Weighed] = {}
+        self._weighed: dict[tuple[int, Mode, int, bool], Weighed] = {}
 
     def weighed(self, method: Method, context: int) -> Weighed:
-        key = (method.extra_layers, method.mode, context)
+        rest_states = method.keeps_least and self._chunk is not None and self._chunk < context
+        key = (method.extra_layers, method.mode, context, rest_states)
         if key not in self._weighed:
             config = replace(self._facts.config, context=context, mode=str(method.mode), prefill_chunk=self._chunk)
             facts = replace(self._facts, config=config, structure=self._structure(method.extra_layers))
-            self._weighed[key], _ = weigh_facts(self._device_type, facts)
+            self._weighed[key], _ = weigh_facts(self._device_type, facts, rest_states=rest_states)
         return self._weighed[key]
 
     def _structure(self, extra_layers: int) -> Structure:

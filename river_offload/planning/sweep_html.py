@@ -121,6 +121,7 @@ def _maps(swept: Sweep) -> Iterator[str]:
         heading = method if shared[method] else f"{method} at {', '.join(tokens(row.context) for row in rows)}"
         extras = [f"{placed.slots} streaming buffer{'' if placed.slots == 1 else 's'}"] if placed.slots else []
         extras += [] if placed.embed_tier == "device" else [f"embedding on the {placed.embed_tier}"]
+        extras += [] if placed.states_tier == "device" else ["states of the prompt on the host"]
         told = f" <span>· {escape(' · '.join(extras))}</span>" if extras else ""
         pictures = _both(layer_map(placed, layers, WIDE.width), layer_map(placed, layers, NARROW.width))
         yield f"<h3>{escape(heading)}{told}</h3>\n{pictures}"

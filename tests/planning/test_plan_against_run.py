@@ -59,11 +59,16 @@ def budget(weighed: Weighed, config: RiverConfig, modes: Any, size: int) -> int:
 
 
 def compare(
-    config: RiverConfig, sizes: Iterable[int], monkeypatch: pytest.MonkeyPatch, new_tokens: int = 1
+    config: RiverConfig,
+    sizes: Iterable[int],
+    monkeypatch: pytest.MonkeyPatch,
+    new_tokens: int = 1,
+    *,
+    rest_states: bool = False,
 ) -> list[Placement]:
     """Plan, then load within one of three budgets after the other, run, hold one against the other."""
     facts = find_model(config, Silent())
-    weighed, modes = weigh_facts("cpu", facts)
+    weighed, modes = weigh_facts("cpu", facts, rest_states=rest_states)
     budgets = [budget(weighed, config, modes, size) for size in sizes]
     return [_run(facts, weighed, modes, budget_bytes, monkeypatch, new_tokens) for budget_bytes in budgets]
 
@@ -136,6 +141,16 @@ def test_shapes_that_other_estimators_get_wrong(
     directory = checkpoint(family, **changes)
     for size in (0, 2):
         compare(config_of(directory, **options), [size], monkeypatch, new_tokens=1 if size else 3)
+
+
+@pytest.mark.parametrize("family", sorted({*FAMILIES} - {"mistral"}))  # whose windows the plan counts twice
+@pytest.mark.parametrize("options", [{"mode": "backbone"}, {"batch": 3}, {"kv_tier": "host"}], ids=str)
+def test_states_on_the_host_are_nothing_on_the_device(
+    family: str, options: dict[str, Any], checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config_of(checkpoint(family), context=240, prefill_chunk=16, **options)
+    (placement,) = compare(config, [0], monkeypatch, rest_states=True)
+    assert placement.states_host_bytes == config.batch * 239 * 64 * 4
 
 
 @pytest.mark.parametrize(("family", "context"), [("mistral", 63), ("mistral", 64), ("mistral", 65), ("gemma3", 150)])

@@ -12,19 +12,21 @@ from policies.types import Mode, Placement, Refusal
 LAYERS, LAYER_BYTES, TOKEN_BYTES = 8, 1000, 1
 
 
-def place(budget_bytes: int, asked: list[int | None], context: int = 4096):
-    """Placements of a model that needs a byte of working memory a token, and a byte a token outside the layers."""
+def place(budget_bytes: int, asked: list[int | None], context: int = 4096, states_bytes: int = 0):
+    """Placements of a model that needs a byte of working memory a token, and `states_bytes` for those of a prompt."""
 
-    def placed(chunk: int | None) -> Placement | Refusal:
+    def placed(chunk: int | None, rest_states: bool) -> Placement | Refusal:
         asked.append(chunk)
-        transient_bytes = TOKEN_BYTES * (chunk or context)
+        transient_bytes = TOKEN_BYTES * (chunk or context) + (0 if rest_states else states_bytes)
         resident = min((budget_bytes - transient_bytes) // LAYER_BYTES, LAYERS)
         if resident < 0:
             return Refusal(budget_bytes, transient_bytes, {"transient": transient_bytes}, "transient")
         return Placement(
             mode=Mode("exit"), min_exit=1, resident_layers=tuple(range(resident)),
-            streamed_layers=tuple(range(resident, LAYERS)), river_layers=(), slots=0, slot_bytes=0,
-            embed_tier="device", budget_bytes=budget_bytes, prefill_chunk=chunk,
+            streamed_layers=tuple(range(resident, LAYERS)), river_layers=(), slots=0,
+            embed_tier="device", budget_bytes=budget_bytes, prefill_chunk=chunk, slot_bytes=LAYER_BYTES,
+            states_host_bytes=states_bytes if rest_states else 0,
+            terms={"all": resident * LAYER_BYTES + transient_bytes},
         )  # fmt: skip
 
     return placed
@@ -44,36 +46,69 @@ def place(budget_bytes: int, asked: list[int | None], context: int = 4096):
     ],
 )
 def test_the_longest_chunk_that_costs_no_layer(budget_bytes: int, chunk: int | None) -> None:
-    found = place_with_chunk(place(budget_bytes, []), 4096)
+    found = place_with_chunk(place(budget_bytes, []), 4096, 0)
     assert isinstance(found, Placement)
     assert found.prefill_chunk == chunk
 
 
 def test_no_chunk_is_tried_that_no_prompt_needs() -> None:
     asked: list[int | None] = []
-    place_with_chunk(place(20_000, asked), 4096)
+    place_with_chunk(place(20_000, asked), 4096, 0)
     assert asked == [None]
     asked.clear()
-    place_with_chunk(place(700, asked, context=600), 600)
+    place_with_chunk(place(700, asked, context=600), 600, 0)
     assert asked == [None, 512]
     asked.clear()
-    place_with_chunk(place(60, asked, context=64), 64)
+    place_with_chunk(place(60, asked, context=64), 64, 0)
     assert asked == [None]
 
 
 def test_a_refusal_is_that_of_the_cheapest_chunk() -> None:
-    refused = place_with_chunk(place(63, []), 4096)
+    refused = place_with_chunk(place(63, []), 4096, 0)
     assert isinstance(refused, Refusal)
     assert refused.needed_bytes == 64
-    accepted = place_with_chunk(place(refused.needed_bytes, []), 4096)
+    accepted = place_with_chunk(place(refused.needed_bytes, []), 4096, 0)
     assert isinstance(accepted, Placement)
 
 
 def test_more_budget_never_keeps_fewer_layers_at_full_speed() -> None:
-    placed = [place_with_chunk(place(budget_bytes, []), 4096) for budget_bytes in range(64, 14_000, 97)]
+    placed = [place_with_chunk(place(budget_bytes, []), 4096, 0) for budget_bytes in range(64, 14_000, 97)]
     resident = [len(p.resident_layers) for p in placed if isinstance(p, Placement) and (p.prefill_chunk or 512) >= 512]
     assert resident == sorted(resident)
     assert resident[-1] == LAYERS
+
+
+@pytest.mark.parametrize(
+    ("budget_bytes", "chunk", "tier"),
+    [
+        (20_000, None, "device"),
+        (10_000, 512, "host"),  # 3000 bytes of states are worth 3 layers
+        (5_900, 512, "host"),
+        (3_300, 512, "host"),  # on the device, nothing fits
+        (300, 256, "host"),
+        (64, 64, "host"),
+    ],
+)
+def test_states_rest_on_the_host_where_that_keeps_a_layer(budget_bytes: int, chunk: int | None, tier: str) -> None:
+    found = place_with_chunk(place(budget_bytes, [], states_bytes=3000), 4096, 3000)
+    assert isinstance(found, Placement)
+    assert (found.prefill_chunk, found.states_tier) == (chunk, tier)
+
+
+def test_states_stay_where_they_cost_no_layer() -> None:
+    asked: list[int | None] = []
+    found = place_with_chunk(place(5_900, asked, states_bytes=300), 4096, 300)
+    assert isinstance(found, Placement) and found.states_tier == "device"
+    refused = place_with_chunk(place(63, [], states_bytes=300), 4096, 300)
+    assert isinstance(refused, Refusal) and refused.needed_bytes == 64
+
+
+def test_a_given_chunk_leaves_the_states_to_decide() -> None:
+    for budget_bytes, tier in ((8_200, "host"), (8_700, "device")):
+        asked: list[int | None] = []
+        found = place_with_chunk(place(budget_bytes, asked, states_bytes=600), 4096, 600, 100)
+        assert isinstance(found, Placement) and set(asked) == {100}
+        assert found.states_tier == tier
 
 
 def test_the_backbone_is_cheap_once_computing_takes_as_long_as_fetching() -> None:
