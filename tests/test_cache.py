@@ -14,7 +14,7 @@ from transformers import DynamicCache
 
 from river_offload import passage
 from river_offload.errors import ContextError
-from river_offload.kv.cache import SharedCache, SharedLayer
+from river_offload.kv.cache import SharedCache, SharedLayer, WindowLayer
 
 
 def lengths(cache: Any) -> list[int]:
@@ -195,6 +195,16 @@ def test_a_layer_that_holds_nothing_yet_can_be_told_everything() -> None:
     layer.batch_select_indices(torch.tensor([0]))
     layer.batch_repeat_interleave(2)
     assert layer.get_seq_length() == 0
+
+
+@pytest.mark.parametrize(("context", "slides"), [(8, False), (9, True)])
+def test_a_window_as_long_as_the_context_never_slides(
+    context: int, slides: bool, checkpoint: Callable[..., Path], open_river: Callable[..., Any]
+) -> None:
+    """Else its layer would copy its states at every step, and hold them twice meanwhile. The window has 8 tokens."""
+    model = open_river("mistral", context=context, mode="backbone")
+    layers = model.river.new_cache().layers
+    assert [isinstance(layer, WindowLayer) for layer in layers] == [slides] * len(layers)
 
 
 def test_sliding_layers_stay_bounded(checkpoint: Callable[..., Path], open_river: Callable[..., Any]) -> None:

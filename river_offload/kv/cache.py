@@ -178,7 +178,7 @@ class WindowLayer(DynamicSlidingWindowLayer):
 
 class SharedCache(Cache):
     """The KV cache of a loaded model: `SharedLayer`, or `RestingLayer` in other kinds; `WindowLayer` where attention
-    slides.
+    slides within its capacity.
 
     Args:
         config: the text config of the model.
@@ -205,12 +205,13 @@ class SharedCache(Cache):
         self.workspace = Workspace(capacity)
         layers: list[Any] = []
         for index, layer in enumerate(DynamicCache(config=config).layers):
-            if type(layer) is DynamicLayer:
+            window = layer.sliding_window if type(layer) is DynamicSlidingWindowLayer else None
+            if type(layer) is DynamicLayer or (window is not None and window >= capacity):  # it would never slide
                 plain = kind.is_plain
                 resting = functools.partial(RestingLayer, kind=kind, workspace=self.workspace, host=host)
                 layers.append(SharedLayer(capacity) if plain else resting(capacity, give_back=give_back))
-            elif type(layer) is DynamicSlidingWindowLayer:
-                layers.append(WindowLayer(layer.sliding_window, give_back))
+            elif window is not None:
+                layers.append(WindowLayer(window, give_back))
             else:
                 raise UnsupportedError(
                     f"layer {index} of this model caches {type(layer).__name__}: expected full or sliding-window "
@@ -239,9 +240,9 @@ class SharedCache(Cache):
             vars(layer).update(before)
 
 
-def only_windows(config: PretrainedConfig) -> bool:
-    """Whether attention slides in every layer, so that there is nothing but windows to cache."""
-    return all(isinstance(layer, WindowLayer) for layer in SharedCache(config, 1).layers)
+def only_windows(config: PretrainedConfig, capacity: int) -> bool:
+    """Whether attention slides in every layer within so many tokens, so that there is nothing but windows to cache."""
+    return all(isinstance(layer, WindowLayer) for layer in SharedCache(config, capacity).layers)
 
 
 def cache_argument(model: PreTrainedModel) -> str:

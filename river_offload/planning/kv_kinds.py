@@ -35,7 +35,7 @@ def kv_needs(
         give_back, rest_states: see `dry_run`.
     """
     found: list[KvNeeds] = []
-    for kind in (PLAIN,) if only_windows(structure.model.config) else KINDS:
+    for kind in (PLAIN,) if only_windows(structure.model.config, context) else KINDS:
         needs = dry_run(
             structure,
             precision,

@@ -172,7 +172,7 @@ def check_options(config: RiverConfig, structure: Structure) -> None:
     if chunk is not None and chunk < config.context and (reason := why_whole(structure.decoder)):
         raise UsageError(f"prefill_chunk={chunk} is not possible with this model: {reason}")
     kind = KvKind.of(config)
-    if not kind.is_plain and only_windows(structure.model.config):
+    if not kind.is_plain and only_windows(structure.model.config, config.context):
         raise UsageError(
             f"{kind} has no effect: attention slides in every layer of this model, and a window stays on the device as "
             "it is; leave kv_bits and kv_tier out"
