@@ -7,6 +7,7 @@ exact by construction.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -30,8 +31,14 @@ def place(
     layers: a token looks up one of its rows, but needs every byte of a layer. Parts are kept for `mode` and for every
     mode of `also_modes`.
 
-    A larger budget never gives a worse placement: first in the number of resident layers, then in whether the embedding
-    is on the device. Raises ValueError when `slots` is less than 1.
+    Where keys and values rest off the device, a second room lets the next layer's come in while a layer computes. It is
+    there wherever it fits, if need be in place of resident layers. What it takes is the cache of one layer, so that
+    what must be streamed instead takes the link one layer's share of the time that the cache does. What it hides is
+    the computation of all layers, and just to read the cache there takes more than that share: main memory or a disk
+    is some 20 times slower than device memory, and a model has more layers than that.
+
+    A larger budget never gives a worse placement: first in whether there is that room, then in the number of resident
+    layers, then in whether the embedding is on the device. Raises ValueError when `slots` is less than 1.
 
     Args:
         prefill_chunk: what the sizes were measured with.
@@ -78,7 +85,9 @@ def _candidates(
     tiers: list[EmbedTier] = ["device"]
     if sizes.embed_away_tier is not None:
         tiers.append(sizes.embed_away_tier)
-    for resident_count in range(len(backbone), -1, -1):
+    rooms = (True, False) if sizes.kv_room_bytes else (False,)
+    for ahead, resident_count in itertools.product(rooms, range(len(backbone), -1, -1)):
+        kv_bytes = sizes.kv_bytes + ahead * sizes.kv_room_bytes
         river = max((mode.river_layers(sizes.num_layers, min_exit, resident_count) for mode in modes), key=len)
         needed = sorted({*backbone, *river})
         for embed_tier in tiers:
@@ -96,6 +105,7 @@ def _candidates(
                 embed_tier=embed_tier,
                 budget_bytes=budget_bytes,
                 kv_host_bytes=sizes.kv_host_bytes,
+                kv_ahead=ahead,
                 terms={
                     "backbone": sum(sizes.backbone_bytes[:resident_count]),
                     "slots": slot_count * slot_bytes,
@@ -106,9 +116,9 @@ def _candidates(
                     "embedding": sizes.embed_bytes if embed_tier == "device" else sizes.embed_away_bytes,
                     "head": sizes.head_bytes,
                     "other": sizes.other_bytes,
-                    "kv": sizes.kv_bytes,
+                    "kv": kv_bytes,
                     "transient": sizes.transient_bytes,
-                    "loading": max(0, sizes.load_bytes - sizes.kv_bytes - sizes.transient_bytes) if river else 0,
+                    "loading": max(0, sizes.load_bytes - kv_bytes - sizes.transient_bytes) if river else 0,
                 },
             )
 

@@ -34,7 +34,7 @@ def place_with_chunk(place: Callable[[int | None], Placement | Refusal], context
         context: the longest prompt in tokens.
     """
     whole = place(None) if context <= _WHOLE_TOKENS else None
-    if isinstance(whole, Placement) and not whole.streamed_layers and whole.embed_tier == "device":
+    if isinstance(whole, Placement) and _lacks_nothing(whole):
         return whole
     quick = whole if whole is not None and context <= FULL_SPEED_TOKENS else place(FULL_SPEED_TOKENS)
     if isinstance(quick, Placement):
@@ -60,8 +60,14 @@ def _has_room(quick: Placement, chunk: int) -> bool:
     return quick.budget_bytes - quick.planned_bytes >= growth / 4
 
 
-def _worth(placement: Placement) -> tuple[int, bool]:
-    return len(placement.resident_layers), placement.embed_tier == "device"
+def _worth(placement: Placement) -> tuple[bool, int, bool]:
+    return placement.kv_ahead, len(placement.resident_layers), placement.embed_tier == "device"
+
+
+def _lacks_nothing(placement: Placement) -> bool:
+    """Would more memory leave it as it is?"""
+    waits = placement.kv_host_bytes > 0 and not placement.kv_ahead
+    return not placement.streamed_layers and placement.embed_tier == "device" and not waits
 
 
 PrefillPolicy = Literal["auto", "exit", "backbone"]

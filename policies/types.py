@@ -100,6 +100,9 @@ class ModelSizes:
     """Extra device bytes that streaming needs beside its slots: buffers that files are read through."""
     kv_host_bytes: int = 0
     """What the KV cache holds off the device: main memory of a GPU, disk of a CPU."""
+    kv_room_bytes: int = 0
+    """What a second room takes, into which the next layer's keys and values are brought while a layer computes; 0 where
+    the cache has no use for one."""
 
     def __post_init__(self) -> None:
         lengths = len(self.backbone_bytes), len(self.river_bytes), len(self.norm_bytes)
@@ -133,6 +136,8 @@ class Placement:
     """Device bytes by category; their sum is `planned_bytes`."""
     kv_host_bytes: int = 0
     """What the KV cache holds off the device, which no term counts."""
+    kv_ahead: bool = False
+    """Whether the next layer's keys and values are brought in while a layer computes; the term `kv` has the room."""
 
     @property
     def planned_bytes(self) -> int:
