@@ -14,6 +14,8 @@ Load = Literal["weights", "kv"]
 FIRST = 0
 """The turn of what computation waits for."""
 TURNS = 3
+AHEAD_FROM_BYTES = 1 << 20
+"""Fewer are there as soon as another thread has woken up, or another stream was told to bring them."""
 
 
 def turn(load: Load, *, needed: bool = False) -> int:
@@ -25,3 +27,8 @@ def turn(load: Load, *, needed: bool = False) -> int:
     if needed:
         return FIRST
     return 1 if load == "kv" else 2
+
+
+def worth_ahead(kv_bytes: int) -> bool:
+    """Should the next layer's keys and values come in ahead, or may the layer bring in so little by itself?"""
+    return kv_bytes >= AHEAD_FROM_BYTES

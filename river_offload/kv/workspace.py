@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 import torch
 
+from policies.link_order import worth_ahead
 from river_offload.kv.rest import Rest
 
 States = tuple[torch.Tensor, torch.Tensor]
@@ -98,9 +99,12 @@ class Workspace:
         self._in_use.layer, self._in_use.tokens = layer, tokens
 
     def bring(self, layer: int, rests: tuple[Rest, Rest], like: States, tokens: int) -> None:
-        """Begin to bring a layer's first `tokens`, into the room that is not in use, unless they are there."""
+        """Begin to bring a layer's first `tokens`, into the room that is not in use, unless they are there or few."""
         room = self._other()
-        if self._link is None or not self._link.open or not tokens or room.layer == layer:
+        if self._link is None or not self._link.open or room.layer == layer:
+            return
+        token_bytes = sum(len(part) * part.shape[1] * part.shape[3] * part.element_size() for part in like)
+        if not tokens or not worth_ahead(tokens * token_bytes):
             return
         self._settle(room, wanted=False)
         room.clear()

@@ -85,6 +85,81 @@ class ReaderKvLink:
         return self
 
 
+class StreamKvLink:
+    """On a GPU the copy stream does it, between the weights that it copies.
+
+    The copies are issued here, by the thread that computes, and that gives them their turn (`policies.link_order`):
+    it gets here when all of the weights that it needs have been issued, so those go first; the link's own thread is
+    never more than a few chunks ahead, so that what it has not issued goes behind. What was issued cannot be overtaken:
+    weights that turn out to be needed wait for one layer's keys and values at most, which the same layer needs, too.
+
+    Args:
+        stream: the copy stream, that of the weights where weights are streamed.
+        device: the GPU.
+        cuda: the `torch.cuda` namespace, or a fake one.
+    """
+
+    def __init__(self, stream: Any, device: torch.device, *, cuda: Any) -> None:
+        self._stream = stream
+        self._device = device
+        self._cuda = cuda
+        self._closed = False
+
+    @property
+    def open(self) -> bool:
+        """Is anything fetched?"""
+        return not self._closed
+
+    def prepare(self, parts: Sequence[tuple[Resting, torch.Tensor]]) -> _Copies:
+        """As in `ReaderKvLink`."""
+        return _Copies(tuple(parts), self._cuda.Event(), self._cuda.Event())
+
+    def start(self, fetch: _Copies) -> None:
+        """Issue the copies, behind all computation that was issued: it may read their places."""
+        fetch.computed.record(self._cuda.current_stream(self._device))
+        self._let_copy_wait(fetch)
+        with self._cuda.stream(self._stream):
+            for rest, out in fetch.parts:
+                rest.get(0, out, wait=False)
+            fetch.copied.record(self._stream)
+
+    def wait(self, fetch: _Copies) -> None:
+        """Order what the current stream computes next behind the copies."""
+        self._let_compute_wait(fetch.copied)
+
+    def drop(self, fetch: _Copies) -> None:
+        """The same for copies that an interrupt may have cut short: behind whatever was issued."""
+        issued = self._cuda.Event()
+        issued.record(self._stream)
+        self._let_compute_wait(issued)
+
+    def quiet(self) -> None:
+        """Wait for the device: what rests may be changed by this thread, which no stream orders."""
+        self._stream.synchronize()
+
+    def close(self) -> None:
+        """Let copies in flight land. May be called twice."""
+        self._closed = True
+        self._stream.synchronize()
+
+    def __deepcopy__(self, memo: Any) -> StreamKvLink:
+        """A copied cache goes on with the same stream."""
+        return self
+
+    def _let_compute_wait(self, copied: Any) -> None:
+        self._cuda.current_stream(self._device).wait_event(copied)  # copy done -> compute may read
+
+    def _let_copy_wait(self, fetch: _Copies) -> None:
+        self._stream.wait_event(fetch.computed)  # compute done -> copy may overwrite
+
+
+class _Copies(NamedTuple):
+    parts: Sequence[tuple[Resting, torch.Tensor]]
+    computed: Any
+    """Event behind the last computation that may read their places."""
+    copied: Any
+
+
 @dataclass(frozen=True, slots=True)
 class _Tokens:
     """Keys, or values, as the reader threads take them: a few tokens at a time."""

@@ -12,6 +12,7 @@ import torch
 from families import budget_for, tokens
 from transformers import LlamaConfig
 
+from policies import link_order
 from river_offload.errors import LinkError
 from river_offload.kv.cache import SharedCache
 from river_offload.kv.kind import KvKind
@@ -22,6 +23,12 @@ CONTEXT, LAYERS, HEADS, HEAD_DIM = 160, 4, 2, 32
 KINDS = [KvKind(bits, "host") for bits in (16, 8, 4)]
 Parts = Sequence[tuple[Rest, torch.Tensor]]
 States = tuple[torch.Tensor, torch.Tensor]
+
+
+@pytest.fixture(autouse=True)
+def however_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiny caches, too, are brought in ahead."""
+    monkeypatch.setattr(link_order, "AHEAD_FROM_BYTES", 1)
 
 
 class FakeLink:
@@ -213,6 +220,17 @@ def test_a_prompt_in_chunks_is_brought_in_once_a_layer(monkeypatch: pytest.Monke
     passage(cache, 50, chunk=10)
     assert counted.tokens == 2 * 100
     assert [fetch[0][1].shape[2] for fetch in link.started] == [100] * (LAYERS - 1)
+
+
+def test_a_few_tokens_are_not_worth_another_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(link_order, "AHEAD_FROM_BYTES", 2 * 100 * HEADS * HEAD_DIM * 4)
+    link = FakeLink()
+    cache = cache_of(link)
+    passage(cache, 99)
+    passage(cache, 1)
+    assert link.started == []
+    passage(cache, 1)
+    assert len(link.started) == LAYERS - 1
 
 
 def test_two_layers_have_a_room_each_and_fetch_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
