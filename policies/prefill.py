@@ -61,6 +61,7 @@ def _has_room(quick: Placement, chunk: int) -> bool:
 
 
 def _worth(placement: Placement) -> tuple[bool, int, bool]:
+    """A room for the cache costs resident layers only where it is worth more than they are (`policies.placement`)."""
     return placement.kv_ahead, len(placement.resident_layers), placement.embed_tier == "device"
 
 

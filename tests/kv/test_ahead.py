@@ -12,7 +12,7 @@ import torch
 from families import budget_for, tokens
 from transformers import LlamaConfig
 
-from policies import link_order
+from policies import link_order, placement
 from river_offload.errors import LinkError
 from river_offload.kv.cache import SharedCache
 from river_offload.kv.kind import KvKind
@@ -308,8 +308,14 @@ def steps(model: Any, ids: torch.Tensor) -> list[torch.Tensor]:
 @pytest.mark.parametrize("streamed", [False, True])
 @pytest.mark.parametrize("options", WAYS, ids=["whole", "chunked", "batch"])
 def test_models_give_the_same_bits_with_and_without(
-    mode: str, streamed: bool, options: dict[str, Any], open_river: Open, checkpoint: Callable[..., Path]
+    mode: str,
+    streamed: bool,
+    options: dict[str, Any],
+    open_river: Open,
+    checkpoint: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(placement, "DEVICE_PER_LINK", 1)  # a room goes before a layer
     rows = options.get("batch", 1)
     asked = OPTIONS | options | {"mode": mode, "tau": 0.6}
     budget = budget_for(checkpoint("llama"), 0, **asked) + rows * ROOM_BYTES if streamed else 1 << 30
