@@ -91,8 +91,7 @@ class Workspace:
         self._settle(room, wanted=room.layer == layer)
         room.clear()  # until the layer has put down what it made of it
         self._in_use = room
-        views, kept = self._views(room, like, length)
-        return views, here if kept else 0
+        return self._views(room, like, length), here
 
     def keep(self, layer: int, tokens: int) -> None:
         """Of the layer that was lent a room last, so many first tokens are there as they rest."""
@@ -108,7 +107,7 @@ class Workspace:
             return
         self._settle(room, wanted=False)
         room.clear()
-        views, _ = self._views(room, like, tokens)
+        views = self._views(room, like, tokens)
         room.coming = self._link.prepare(tuple(zip(rests, views, strict=True)))
         room.layer, room.tokens = layer, tokens
         self._link.start(room.coming)
@@ -148,16 +147,15 @@ class Workspace:
             self._link.drop(room.coming)
         room.coming = None
 
-    def _views(self, room: _Room, like: States, length: int) -> tuple[States, bool]:
-        """Views of the room, and whether its memory is what it was."""
-        kept, views = True, []
+    def _views(self, room: _Room, like: States, length: int) -> States:
+        """The room's memory for `length` tokens, made anew when there are more or fewer rows."""
+        views = []
         for part, states in zip(("keys", "values"), like, strict=True):
             rows, heads, _, head_dim = states.shape
             key = (part, heads, head_dim, states.dtype)
             buffer = room.buffers.get(key)
             if buffer is None or len(buffer) != rows:
-                kept = False
                 room.buffers.pop(key, None)
                 buffer = room.buffers[key] = states.new_empty((rows, heads, self._capacity, head_dim))
             views.append(buffer[:, :, :length])
-        return (views[0], views[1]), kept
+        return views[0], views[1]
