@@ -1,7 +1,8 @@
 """Keys and values against resident layers: what each kind of cache leaves room for, and what a token then costs.
 
 Fewer bits, or a cache that rests off the device, make room for backbone layers that need not be streamed; in exchange a
-token has to convert the cache, or bring it in over the link that layers come over, too.
+token has to convert the cache, or bring it in over the link that layers come over, too: beside the computation where
+there is a second room for that, else while it stands still.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ class KvNeeds:
     """Working memory of the largest passage with this kind."""
     full_bytes: int
     """All keys and values at full precision: what attention reads for each token."""
+    room_bytes: int = 0
+    """A second room, for the next layer's keys and values while a layer computes (`ModelSizes.kv_room_bytes`)."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +44,7 @@ class KvAlternative:
     layers_s: float | None
     """Seconds a token spends in the layers and waiting for them; None where nothing fits."""
     kv_s: float | None
-    """Seconds a token needs on top to read the cache full, to convert it and to bring it in."""
+    """Seconds a token needs on top to read the cache full, to convert it, and to bring in what is not hidden."""
 
     @property
     def seconds_per_token(self) -> float | None:
@@ -80,6 +83,7 @@ def weigh_kinds(
             kv_bytes=needs.kv_bytes,
             kv_host_bytes=needs.kv_host_bytes,
             transient_bytes=needs.transient_bytes,
+            kv_room_bytes=needs.room_bytes,
         )
         placement = place(
             of_kind, mode=mode, also_modes=also_modes, min_exit=min_exit, budget_bytes=budget_bytes, slots=slots
@@ -99,27 +103,56 @@ def weigh_kinds(
             min_exit=min_exit,
         )
         setup = replace(setup, passage_s=outside_s)
-        layers_s = simulate(steps, setup, prefetch).seconds / max(len(steps), 1)
-        found.append(KvAlternative(needs, placement, layers_s, kv_seconds(needs, profile, tier)))
+        result, tokens = simulate(steps, setup, prefetch), max(len(steps), 1)
+        layers_s, weights_s = result.seconds / tokens, result.bytes_moved / tokens / setup.link_bytes_per_s
+        kv_s = reading_seconds(needs, profile)
+        kv_s += bringing_seconds(
+            needs, profile, tier, ahead=placement.kv_ahead, beside_s=layers_s + kv_s, weights_s=weights_s
+        )
+        found.append(KvAlternative(needs, placement, layers_s, kv_s))
     return sorted(found, key=_cost)
 
 
-def kv_seconds(needs: KvNeeds, profile: HardwareProfile, tier: LinkTier = "host") -> float:
-    """What a token pays for a full cache, whatever the layers cost; nothing of it is overlapped, as in the first cache
-    of tier "host".
+def reading_seconds(needs: KvNeeds, profile: HardwareProfile) -> float:
+    """What a token pays on the device for a full cache, whatever the layers cost.
 
-    Attention reads keys and values at full precision once. A cache at rest is read besides and written, at full
-    precision, to where attention reads it: from device memory, or over the link.
+    Attention reads keys and values at full precision once. Those at rest are besides written, at full precision, to
+    where attention reads them; those that rest in few bits on the device are read there.
     """
-    rate = profile.memory_bytes_per_s
-    seconds = needs.full_bytes / rate
-    if needs.tier == "host":
-        seconds += needs.kv_host_bytes / profile.link_bytes_per_s(tier)
-    elif needs.bits < 16:
-        seconds += needs.full_bytes * needs.bits / 16 / rate
+    seconds = needs.full_bytes / profile.memory_bytes_per_s
+    if needs.tier == "device" and needs.bits < 16:
+        seconds += needs.full_bytes * needs.bits / 16 / profile.memory_bytes_per_s
     if needs.tier == "host" or needs.bits < 16:
-        seconds += needs.full_bytes / rate
+        seconds += needs.full_bytes / profile.memory_bytes_per_s
     return seconds
+
+
+def bringing_seconds(
+    needs: KvNeeds,
+    profile: HardwareProfile,
+    tier: LinkTier = "host",
+    *,
+    ahead: bool = False,
+    beside_s: float = 0.0,
+    weights_s: float = 0.0,
+) -> float:
+    """How long a token waits, on top of all else, for a full cache to come over the link; 0 on the device.
+
+    With a second room (`ahead`) that is what the link takes longer for weights and cache than the token takes without
+    it, and one layer's share, which nothing runs beside: the first layer brings in its own. That is the least it can
+    be: it counts on a link that never stands still.
+
+    Args:
+        beside_s: seconds of a token without it, waits for weights included.
+        weights_s: seconds of link for the weights of a token.
+    """
+    if needs.tier != "host":
+        return 0.0
+    link_s = needs.kv_host_bytes / profile.link_bytes_per_s(tier)
+    if not ahead:
+        return link_s
+    first_s = link_s * needs.room_bytes / needs.full_bytes if needs.full_bytes else 0.0
+    return first_s + max(weights_s + link_s - first_s - beside_s, 0.0)
 
 
 def _cost(alternative: KvAlternative) -> tuple[bool, float, int]:

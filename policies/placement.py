@@ -7,10 +7,14 @@ exact by construction.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from policies.types import EmbedTier, Mode, ModelSizes, Placement, Refusal
+
+DEVICE_PER_LINK = 20
+"""How many times faster device memory is than the link, about: a GPU's against PCIe, main memory against a disk."""
 
 
 def place(
@@ -30,8 +34,13 @@ def place(
     layers: a token looks up one of its rows, but needs every byte of a layer. Parts are kept for `mode` and for every
     mode of `also_modes`.
 
-    A larger budget never gives a worse placement: first in the number of resident layers, then in whether the embedding
-    is on the device. Raises ValueError when `slots` is less than 1.
+    Where keys and values rest off the device, a second room lets the next layer's come in while a layer computes. It is
+    there where it costs no resident layer, and where what must be streamed in its place is less than what it hides
+    (`_hidden_bytes`): the longer the context, the more that is.
+
+    A larger budget never gives a worse placement: first in the bytes that are streamed, less those that the room hides;
+    among placements with a room, or without one, in the number of resident layers, then in whether the embedding is on
+    the device. Raises ValueError when `slots` is less than 1.
 
     Args:
         prefill_chunk: what the sizes were measured with.
@@ -39,9 +48,10 @@ def place(
     if slots < 1:
         raise ValueError(f"slots is {slots}: a streamed layer needs at least 1")
     candidates = list(_candidates(sizes, (mode, *also_modes), min_exit, budget_bytes, slots))
-    for candidate in candidates:
-        if candidate.planned_bytes <= budget_bytes:
-            return replace(candidate, prefill_chunk=prefill_chunk)
+    fitting = [candidate for candidate in candidates if candidate.planned_bytes <= budget_bytes]
+    if fitting:
+        best = _with_or_without_a_room(fitting, sizes)
+        return replace(best, prefill_chunk=prefill_chunk)
     smallest = _cheapest(candidates)
     return Refusal(
         budget_bytes=budget_bytes,
@@ -78,7 +88,9 @@ def _candidates(
     tiers: list[EmbedTier] = ["device"]
     if sizes.embed_away_tier is not None:
         tiers.append(sizes.embed_away_tier)
-    for resident_count in range(len(backbone), -1, -1):
+    rooms = (True, False) if sizes.kv_room_bytes else (False,)
+    for ahead, resident_count in itertools.product(rooms, range(len(backbone), -1, -1)):
+        kv_bytes = sizes.kv_bytes + ahead * sizes.kv_room_bytes
         river = max((mode.river_layers(sizes.num_layers, min_exit, resident_count) for mode in modes), key=len)
         needed = sorted({*backbone, *river})
         for embed_tier in tiers:
@@ -97,6 +109,7 @@ def _candidates(
                 budget_bytes=budget_bytes,
                 kv_host_bytes=sizes.kv_host_bytes,
                 states_host_bytes=sizes.states_host_bytes,
+                kv_ahead=ahead,
                 terms={
                     "backbone": sum(sizes.backbone_bytes[:resident_count]),
                     "slots": slot_count * slot_bytes,
@@ -107,11 +120,33 @@ def _candidates(
                     "embedding": sizes.embed_bytes if embed_tier == "device" else sizes.embed_away_bytes,
                     "head": sizes.head_bytes,
                     "other": sizes.other_bytes,
-                    "kv": sizes.kv_bytes,
+                    "kv": kv_bytes,
                     "transient": sizes.transient_bytes,
-                    "loading": max(0, sizes.load_bytes - sizes.kv_bytes - sizes.transient_bytes) if river else 0,
+                    "loading": max(0, sizes.load_bytes - kv_bytes - sizes.transient_bytes) if river else 0,
                 },
             )
+
+
+def _with_or_without_a_room(fitting: Sequence[Placement], sizes: ModelSizes) -> Placement:
+    """The first with a second room or the first without, whichever leaves less to wait for."""
+    with_room, without = (next((one for one in fitting if one.kv_ahead == ahead), None) for ahead in (True, False))
+    if with_room is None or without is None:
+        return with_room or fitting[0]
+    more_bytes = _streamed_bytes(with_room, sizes) - _streamed_bytes(without, sizes)
+    return with_room if more_bytes <= _hidden_bytes(sizes) else without
+
+
+def _streamed_bytes(placement: Placement, sizes: ModelSizes) -> int:
+    return sum(sizes.backbone_bytes[layer] for layer in placement.streamed_layers)
+
+
+def _hidden_bytes(sizes: ModelSizes) -> int:
+    """What the link brings in while a token with a full cache computes, at least: what the second room hides.
+
+    Counted low: of each layer the smaller copy, the cache as it rests, read once and written once.
+    """
+    read_bytes = sum(map(min, sizes.backbone_bytes, sizes.river_bytes)) + 2 * sizes.kv_host_bytes
+    return min(read_bytes // DEVICE_PER_LINK, sizes.kv_host_bytes)
 
 
 def _cheapest(candidates: Sequence[Placement]) -> Placement:

@@ -61,7 +61,7 @@ def place_with_chunk(place: Place, context: int, states_bytes: int, chunk: int |
 def _on_the_device(place: Place, context: int) -> Placement | Refusal:
     """The longest chunk that costs no layer, the states on the device."""
     whole = place(None, False) if context <= _WHOLE_TOKENS else None
-    if isinstance(whole, Placement) and not whole.streamed_layers and whole.embed_tier == "device":
+    if isinstance(whole, Placement) and _lacks_nothing(whole):
         return whole
     quick = whole if whole is not None and context <= FULL_SPEED_TOKENS else place(FULL_SPEED_TOKENS, False)
     if isinstance(quick, Refusal):
@@ -74,9 +74,10 @@ def _on_the_device(place: Place, context: int) -> Placement | Refusal:
 
 
 def _would_gain(placement: Placement, states_bytes: int) -> bool:
-    """Could another layer rest on the device if the states of a prompt did not?"""
+    """Could another layer rest on the device, or a room for the cache be there, if the states of a prompt were not?"""
     room_bytes = placement.budget_bytes - placement.planned_bytes + states_bytes
-    return bool(placement.streamed_layers) and room_bytes >= placement.slot_bytes
+    waits = placement.kv_host_bytes > 0 and not placement.kv_ahead
+    return waits or (bool(placement.streamed_layers) and room_bytes >= placement.slot_bytes)
 
 
 def _has_room(quick: Placement, chunk: int) -> bool:
@@ -85,8 +86,15 @@ def _has_room(quick: Placement, chunk: int) -> bool:
     return quick.budget_bytes - quick.planned_bytes >= growth / 4
 
 
-def _worth(placement: Placement) -> tuple[int, bool]:
-    return len(placement.resident_layers), placement.embed_tier == "device"
+def _worth(placement: Placement) -> tuple[bool, int, bool]:
+    """A room for the cache costs resident layers only where it is worth more than they are (`policies.placement`)."""
+    return placement.kv_ahead, len(placement.resident_layers), placement.embed_tier == "device"
+
+
+def _lacks_nothing(placement: Placement) -> bool:
+    """Would more memory leave it as it is?"""
+    waits = placement.kv_host_bytes > 0 and not placement.kv_ahead
+    return not placement.streamed_layers and placement.embed_tier == "device" and not waits
 
 
 PrefillPolicy = Literal["auto", "exit", "backbone"]

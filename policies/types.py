@@ -102,6 +102,9 @@ class ModelSizes:
     """What the KV cache holds off the device: main memory of a GPU, disk of a CPU."""
     states_host_bytes: int = 0
     """The states of a long prompt, where they rest off the device between the layers. 0 when they stay on it."""
+    kv_room_bytes: int = 0
+    """What a second room takes, into which the next layer's keys and values are brought while a layer computes; 0 where
+    the cache has no use for one."""
 
     def __post_init__(self) -> None:
         lengths = len(self.backbone_bytes), len(self.river_bytes), len(self.norm_bytes)
@@ -137,6 +140,8 @@ class Placement:
     """What the KV cache holds off the device, which no term counts."""
     states_host_bytes: int = 0
     """The same of a long prompt's states between the layers; 0 when they stay on the device."""
+    kv_ahead: bool = False
+    """Whether the next layer's keys and values are brought in while a layer computes; the term `kv` has the room."""
 
     @property
     def planned_bytes(self) -> int:

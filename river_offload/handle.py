@@ -329,6 +329,7 @@ class River:
                 "bits": self.config.kv_bits,
                 "tier": self.config.kv_tier,
                 "planned_host_bytes": self.placement.kv_host_bytes,
+                "ahead": self.placement.kv_ahead,
             },
             "planned_bytes": dict(self.placement.terms),
             **self._kernels,

@@ -214,6 +214,11 @@ def _handled(plan: Plan, flow: Flow, streaming: Streaming, kernels: dict[str, An
             "pageable_bytes": memory.pageable_bytes if memory else 0,
         }
 
+    def close() -> None:
+        if streaming.kv_link is not None:
+            streaming.kv_link.close()
+        plan.checkpoint.close()
+
     river = River(
         model,
         flow,
@@ -231,9 +236,10 @@ def _handled(plan: Plan, flow: Flow, streaming: Streaming, kernels: dict[str, An
             model.config.get_text_config(decoder=True),
             kind=KvKind.of(plan.config),
             give_back=plan.config.give_back,
+            link=streaming.kv_link,
             host=host_memory(plan.device, kv_folder(plan.cache_dir)),
         ),
-        on_close=plan.checkpoint.close,
+        on_close=close,
     )
     install_seams(model, river)
     return model

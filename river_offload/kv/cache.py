@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,8 +20,9 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicS
 from river_offload.errors import UnsupportedError
 from river_offload.kv.kind import PLAIN, KvKind
 from river_offload.kv.memory import Allocate, plain_memory
-from river_offload.kv.resting import RestingLayer, Workspace, check_room
+from river_offload.kv.resting import RestingLayer, check_room
 from river_offload.kv.rows import RowsLayer
+from river_offload.kv.workspace import KvLink, Workspace
 
 Mark = list[dict[str, Any]]
 """The state of a cache between two passes, by layer."""
@@ -185,6 +187,8 @@ class SharedCache(Cache):
         capacity: tokens per row.
         kind: bits and tier of the layers without a window.
         host: gives the memory of tier "host".
+        link: brings the next layer's keys and values in ahead, which takes a second room of the workspace; None for
+            one room. Tier "host" alone has a use for it.
         give_back: the most of its last tokens that a `crop` takes off without a trace. Windows refuse more.
 
     Raises:
@@ -199,16 +203,17 @@ class SharedCache(Cache):
         host: Allocate = plain_memory,
         *,
         give_back: int = 0,
+        link: KvLink | None = None,
     ) -> None:
         self.capacity = capacity
         self.kind = kind
-        self.workspace = Workspace(capacity)
+        self.workspace = Workspace(capacity, link)
         layers: list[Any] = []
         for index, layer in enumerate(DynamicCache(config=config).layers):
             window = layer.sliding_window if type(layer) is DynamicSlidingWindowLayer else None
             if type(layer) is DynamicLayer or (window is not None and window >= capacity):  # it would never slide
                 plain = kind.is_plain
-                resting = functools.partial(RestingLayer, kind=kind, workspace=self.workspace, host=host)
+                resting = functools.partial(RestingLayer, kind=kind, workspace=self.workspace, host=host, place=index)
                 layers.append(SharedLayer(capacity) if plain else resting(capacity, give_back=give_back))
             elif window is not None:
                 layers.append(WindowLayer(window, give_back))
@@ -217,7 +222,21 @@ class SharedCache(Cache):
                     f"layer {index} of this model caches {type(layer).__name__}: expected full or sliding-window "
                     "attention, other kinds are not supported yet"
                 )
+        resting_layers = (index for index, layer in enumerate(layers) if isinstance(layer, RestingLayer))
+        self._following = dict(itertools.pairwise(resting_layers)) if self.workspace.ahead else {}
         super().__init__(layers=layers)
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Append the states of new tokens at one depth; returns all that is cached there, for attention to read.
+
+        While it does, the next layer's are brought in. Raises what the layer's own `update` raises.
+        """
+        shown: tuple[torch.Tensor, torch.Tensor] = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        if (following := self._following.get(layer_idx)) is not None:
+            self.layers[following].bring_ahead()
+        return shown
 
     def device_tensors(self) -> Iterator[torch.Tensor | None]:
         """What the cache holds on the device, None where a layer holds nothing yet."""
@@ -238,6 +257,7 @@ class SharedCache(Cache):
         for layer, before in zip(self.layers, mark, strict=True):
             vars(layer).clear()
             vars(layer).update(before)
+        self.workspace.forget()
 
 
 def only_windows(config: PretrainedConfig, capacity: int) -> bool:

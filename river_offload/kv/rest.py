@@ -16,6 +16,23 @@ _GROUP = 32
 """Channels of a value that share a scale, where they divide the head."""
 
 
+def send(held: torch.Tensor, out: torch.Tensor) -> None:
+    """Copy [rows, heads, ...] head by head: each is in one piece on both sides, so that a GPU's copy engine takes it
+    straight from pinned memory, without another copy in between, and this thread does not wait."""
+    for row in range(len(held)):
+        for head in range(held.shape[1]):
+            out[row, head].copy_(held[row, head], non_blocking=True)
+
+
+def sent(held: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """The same on `device`: itself where it is there already."""
+    if held.device == device:
+        return held
+    out = torch.empty(held.shape, dtype=held.dtype, device=device)
+    send(held, out)
+    return out
+
+
 class Rest(ABC):
     """States [rows, heads, tokens, head_dim] of one layer, filled from the front, a whole number of blocks.
 
@@ -35,8 +52,11 @@ class Rest(ABC):
         """Keep the states of tokens start..start + tokens, both multiples of the block."""
 
     @abstractmethod
-    def get(self, start: int, out: torch.Tensor) -> None:
-        """Fill `out` with the states of as many tokens from `start` on, whole blocks, on whatever device it is."""
+    def get(self, start: int, out: torch.Tensor, *, wait: bool = True) -> None:
+        """Fill `out` with the states of as many tokens from `start` on, whole blocks, on whatever device it is.
+
+        Without `wait` a GPU may do so later, in the order of its current stream: until then nothing is put here.
+        """
 
     def select_rows(self, rows: torch.Tensor) -> None:
         """Row i becomes old row rows[i], in place where their number stays."""
@@ -60,8 +80,12 @@ class PlainRest(Rest):
     def put(self, start: int, states: torch.Tensor) -> None:
         self.buffers[0][:, :, start : start + states.shape[2]].copy_(states)
 
-    def get(self, start: int, out: torch.Tensor) -> None:
-        out.copy_(self.buffers[0][:, :, start : start + out.shape[2]])
+    def get(self, start: int, out: torch.Tensor, *, wait: bool = True) -> None:
+        held = self.buffers[0][:, :, start : start + out.shape[2]]
+        if wait:
+            out.copy_(held)
+        else:
+            send(held, out)
 
 
 class QuantizedRest(Rest):
@@ -96,11 +120,11 @@ class QuantizedRest(Rest):
             for buffer, part in zip(self.buffers, self._quantized(chunk), strict=True):
                 buffer[:, :, at : at + chunk.shape[2]] = part
 
-    def get(self, start: int, out: torch.Tensor) -> None:
+    def get(self, start: int, out: torch.Tensor, *, wait: bool = True) -> None:
         half = self.block // 2
         for at, chunk in self._chunks(start, out):
-            blocks = slice(at, at + chunk.shape[2])
-            codes, scale, least = (buffer[:, :, blocks].to(out.device) for buffer in self.buffers)
+            held = (buffer[:, :, at : at + chunk.shape[2]] for buffer in self.buffers)
+            codes, scale, least = (each.to(out.device) if wait else sent(each, out.device) for each in held)
             if self._bits == 8:
                 torch.addcmul(least, codes.to(out.dtype), scale, out=chunk)
                 continue

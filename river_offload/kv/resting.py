@@ -12,6 +12,7 @@ from river_offload.kv.kind import RECENT_TOKENS, ROLLBACK_TOKENS, KvKind
 from river_offload.kv.memory import Allocate, device_memory
 from river_offload.kv.rest import PlainRest, QuantizedRest, Rest
 from river_offload.kv.rows import RowsLayer
+from river_offload.kv.workspace import Workspace
 
 
 def check_room(rows: int, held_rows: int, end: int, capacity: int) -> None:
@@ -22,36 +23,13 @@ def check_room(rows: int, held_rows: int, end: int, capacity: int) -> None:
         raise ContextError(f"{end} tokens in a KV cache made for {capacity}: load with a larger context")
 
 
-class Workspace:
-    """Device memory for the keys and values of one layer, as attention reads them: every layer of a cache in turn."""
-
-    def __init__(self, capacity: int) -> None:
-        self._capacity = capacity
-        self._buffers: dict[tuple[str, int, int, torch.dtype], torch.Tensor] = {}
-
-    def views(self, keys: torch.Tensor, values: torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Room for `length` tokens of states like these. It is the next caller's as soon as that one asks."""
-        return self._view("keys", keys, length), self._view("values", values, length)
-
-    def tensors(self) -> Iterator[torch.Tensor]:
-        yield from self._buffers.values()
-
-    def _view(self, part: str, like: torch.Tensor, length: int) -> torch.Tensor:
-        rows, heads, _, head_dim = like.shape
-        key = (part, heads, head_dim, like.dtype)
-        buffer = self._buffers.get(key)
-        if buffer is None or len(buffer) != rows:
-            self._buffers.pop(key, None)
-            buffer = self._buffers[key] = like.new_empty((rows, heads, self._capacity, head_dim))
-        return buffer[:, :, :length]
-
-
 class RestingLayer(RowsLayer):
     """Keys and values of one depth: old tokens at rest, recent ones in full precision on the device.
 
     `update` brings all of them into the workspace that the layers share, so attention stays transformers' own. What it
-    returns is good until another layer of the cache is updated. What `kind` makes of it: few bits, the host, or both.
-    In full precision there are no recent tokens: all rest.
+    returns is good until another layer of the cache is updated. What `bring_ahead` has brought in by then need not be
+    waited for. What `kind` makes of it: few bits, the host, or both. In full precision there are no recent tokens: all
+    rest.
 
     Transformers' own QuantizedCache does not serve: it cannot be cropped, it concatenates (each step holds a layer
     twice) and quantizes all tokens anew each time its window is full, so that their errors add up; its backends are
@@ -60,14 +38,18 @@ class RestingLayer(RowsLayer):
     Args:
         capacity: tokens the layer can hold.
         workspace: shared by the layers of a cache.
+        place: of the layer among those that share it.
         host: gives the memory of tier "host".
         give_back: tokens that `crop` takes off without a trace, `ROLLBACK_TOKENS` at least; their full precision is
             kept as long.
     """
 
-    def __init__(self, capacity: int, kind: KvKind, workspace: Workspace, host: Allocate, give_back: int = 0) -> None:
+    def __init__(
+        self, capacity: int, kind: KvKind, workspace: Workspace, host: Allocate, give_back: int = 0, *, place: int = 0
+    ) -> None:
         super().__init__()
         self.capacity = capacity
+        self.place = place
         self._kind = kind
         self._workspace = workspace
         self._host = host
@@ -89,6 +71,7 @@ class RestingLayer(RowsLayer):
         self._rests = None  # gives the memory back that an interrupted first pass left
         self._rests = (self._rest(key_states, "tokens"), self._rest(value_states, "channels"))
         self._recent = (key_states[:, :, :0].clone(), value_states[:, :, :0].clone())
+        self._workspace.allocate((key_states, value_states))
         self.is_initialized = True
 
     def update(
@@ -105,19 +88,28 @@ class RestingLayer(RowsLayer):
         check_room(len(key_states), len(recent[0]), end, self.capacity)
         rested = max(self._rested, self._rested_of(end))
         recent_start = max(self._recent_start, self._rested_of(end - self._give_back))
-        shown = self._workspace.views(key_states, value_states, end)
+        shown, there = self._workspace.lend(self.place, (key_states, value_states), end)
+        there = min(there, self._rested)  # fewer where tokens were given back since
         kept = []
         for rest, old, new, whole in zip(rests, recent, (key_states, value_states), shown, strict=True):
-            rest.get(0, whole[:, :, : self._rested])
+            rest.get(there, whole[:, :, there : self._rested])
             whole[:, :, self._rested : start] = old[:, :, self._rested - self._recent_start :]
             whole[:, :, start:] = new
             if rested > self._rested:
                 rest.put(self._rested, whole[:, :, self._rested : rested])
             dropped = recent_start - self._recent_start
             kept.append(torch.cat((old[:, :, dropped:], new[:, :, max(recent_start - start, 0) :]), dim=2))
+        # In few bits what was put to rest just now is still there as it was before.
+        self._workspace.keep(self.place, rested if self._kind.bits == 16 else self._rested)
         self._length, self._rested, self._recent_start = end, rested, recent_start
         self._recent = (kept[0], kept[1])
         return shown
+
+    def bring_ahead(self) -> None:
+        """The layer runs next: begin to bring its tokens in, if there is a room for them."""
+        if self.is_initialized:
+            rests, recent = self._held()
+            self._workspace.bring(self.place, rests, recent, self._rested)
 
     def get_seq_length(self) -> int:
         """Tokens per row."""
@@ -217,6 +209,7 @@ class RestingLayer(RowsLayer):
         return len(self._held()[1][0])
 
     def _replace_rows(self, rows: torch.Tensor) -> None:
+        self._workspace.forget()
         rests, (keys, values) = self._held()
         for rest in rests:
             rest.select_rows(rows)

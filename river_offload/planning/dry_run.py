@@ -64,6 +64,8 @@ class Needs:
     """What the cache holds on the host: main memory of a GPU, disk of a CPU."""
     states_host_bytes: int = 0
     """The same of a prompt's states, where they rest there."""
+    kv_room_bytes: int = 0
+    """What a second room of its workspace takes, for what is brought in ahead; 0 where that has no effect."""
 
 
 def dry_run(
@@ -155,7 +157,7 @@ def _rise(
     second_turn = cached_tokens > 0 and new_tokens > 1 and kept_logits == 1
     kv_bytes, kv_host_bytes = _kv_bytes(cache, before, like)
     transient = {name: split.get(name, 0) for name in TRANSIENT}
-    return Needs(kv_bytes, sum(split.values()), transient, second_turn, kv_host_bytes)
+    return Needs(kv_bytes, sum(split.values()), transient, second_turn, kv_host_bytes, _room_bytes(cache, like))
 
 
 def _larger(one: Needs, other: Needs) -> Needs:
@@ -174,6 +176,12 @@ def _kv_bytes(cache: SharedCache, before: Mark, like: list[int]) -> tuple[int, i
     host = [storage_bytes(host_tensors(layer)) for layer in cache.layers]
     workspace_bytes = storage_bytes(cache.workspace.tensors())
     return workspace_bytes + sum(device[place] for place in like), sum(host[place] for place in like)
+
+
+def _room_bytes(cache: SharedCache, like: list[int]) -> int:
+    """A second room is as large as the first. It takes the host tier, and a layer that rests behind another."""
+    resting = sum(isinstance(cache.layers[place], RestingLayer) for place in like)
+    return storage_bytes(cache.workspace.tensors()) if cache.kind.tier == "host" and resting > 1 else 0
 
 
 def _layer_kv_bytes(layer: Any, before: dict[str, Any]) -> int:

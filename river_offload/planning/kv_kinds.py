@@ -50,6 +50,14 @@ def kv_needs(
         )
         full_bytes = found[0].full_bytes if found else needs.kv_bytes
         found.append(
-            KvNeeds(kind.bits, kind.tier, needs.kv_bytes, needs.kv_host_bytes, needs.transient_bytes, full_bytes)
+            KvNeeds(
+                kind.bits,
+                kind.tier,
+                needs.kv_bytes,
+                needs.kv_host_bytes,
+                needs.transient_bytes,
+                full_bytes,
+                needs.kv_room_bytes,
+            )
         )
     return found

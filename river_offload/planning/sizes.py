@@ -156,6 +156,7 @@ def model_sizes(
         kv_bytes=needs.kv_bytes,
         kv_host_bytes=needs.kv_host_bytes,
         states_host_bytes=needs.states_host_bytes,
+        kv_room_bytes=needs.kv_room_bytes,
         transient_bytes=needs.transient_bytes,
         embed_away_tier=_away_tier(structure, device_type),
         load_bytes=max(_load_bytes(structure, precision, i, stored.other_dtype_bytes) for i in layers),

@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from policies.depths import GeometricDepths
-from policies.kv_choice import KvNeeds, kv_seconds
+from policies.kv_choice import KvNeeds, bringing_seconds, reading_seconds
 from policies.prefetch import KINDS
 from policies.prefill import typical_profile
-from policies.profiles import HardwareProfile, load_profile, setup_on
+from policies.profiles import HardwareProfile, LinkTier, load_profile, setup_on
 from policies.simulate import Setup, Step, simulate
 from policies.types import Mode, ModelSizes, Placement
 from river_offload.config import RiverConfig
@@ -53,12 +53,19 @@ def estimate_speed(
     """Replay tokens whose depths are spread as a river's are. Raises UsageError for a mean that cannot be."""
     machine = profile or load_profile(typical_profile(device_type))
     depths = expected_depths(placement.mode, placement.min_exit, weighed.sizes.num_layers, mean_depth)
+    cache, tier = _cache(weighed.sizes, config), _tier(device_type)
     setup = _setup(weighed, placement, held_layers, device_type, config, machine)
+    if not placement.kv_ahead:
+        setup = replace(setup, passage_s=setup.passage_s + bringing_seconds(cache, machine, tier))
     kind = next(kind for kind in KINDS if kind == config.prefetch)
     steps = [Step(depth, known=placement.mode.kind != "exit") for depth in depths]
     on_miss: Literal["wait", "exit"] = "exit" if config.on_miss == "exit" else "wait"
     result = simulate(steps, setup, kind, on_miss=on_miss)
-    return Speed(result.seconds / _TOKENS, machine.name, profile is None, sum(depths) / len(depths))
+    seconds = result.seconds / _TOKENS
+    if placement.kv_ahead:
+        weights_s = result.bytes_moved / _TOKENS / setup.link_bytes_per_s
+        seconds += bringing_seconds(cache, machine, tier, ahead=True, beside_s=seconds, weights_s=weights_s)
+    return Speed(seconds, machine.name, profile is None, sum(depths) / len(depths))
 
 
 def expected_depths(mode: Mode, min_exit: int, num_layers: int, mean_depth: float | None) -> Sequence[int]:
@@ -96,7 +103,7 @@ def _setup(
         river_bytes=max(sizes.river_bytes),
         resident=len(placement.resident_layers) if placement.streamed_layers else sizes.num_layers,
         slots=placement.slots,
-        tier="disk" if device_type == "cpu" else "host",
+        tier=_tier(device_type),
         tau=config.tau,
         min_exit=placement.min_exit,
     )
@@ -105,8 +112,13 @@ def _setup(
         # The simulator knows one link: a layer on disk is one that is as many times larger as the disk is slower.
         slower = machine.link_bytes_per_s("host") / machine.link_bytes_per_s("disk")
         streamed = {i: nbytes if i in held_layers else round(nbytes * slower) for i, nbytes in streamed.items()}
-    passage_s = head_seconds(sizes, machine) + _kv_seconds(sizes, config, device_type, machine)
+    passage_s = head_seconds(sizes, machine) + reading_seconds(_cache(sizes, config), machine)
     return replace(setup, streamed=streamed, passage_s=passage_s)
+
+
+def _tier(device_type: str) -> LinkTier:
+    """Where streamed layers, and a cache of tier "host", come from."""
+    return "disk" if device_type == "cpu" else "host"
 
 
 def head_seconds(sizes: ModelSizes, machine: HardwareProfile) -> float:
@@ -114,9 +126,9 @@ def head_seconds(sizes: ModelSizes, machine: HardwareProfile) -> float:
     return (sizes.head_bytes or sizes.embed_bytes) / (machine.memory_bytes_per_s * machine.backbone_read_efficiency)
 
 
-def _kv_seconds(sizes: ModelSizes, config: RiverConfig, device_type: str, machine: HardwareProfile) -> float:
-    """What a full cache of the kind in `config` costs a token, wherever it rests (`policies.kv_choice`)."""
-    resting_bytes = sizes.kv_host_bytes or sizes.kv_bytes
-    full_bytes = resting_bytes * 16 // config.kv_bits
-    needs = KvNeeds(config.kv_bits, config.kv_tier, sizes.kv_bytes, sizes.kv_host_bytes, 0, full_bytes)
-    return kv_seconds(needs, machine, "disk" if device_type == "cpu" else "host")
+def _cache(sizes: ModelSizes, config: RiverConfig) -> KvNeeds:
+    """The kind in `config`, with what it takes full."""
+    full_bytes = (sizes.kv_host_bytes or sizes.kv_bytes) * 16 // config.kv_bits
+    return KvNeeds(
+        config.kv_bits, config.kv_tier, sizes.kv_bytes, sizes.kv_host_bytes, 0, full_bytes, sizes.kv_room_bytes
+    )

@@ -79,6 +79,11 @@ class CudaLink:
         self._timing: deque[_Job] = deque()
         self._moved = [0.0, 0.0]
 
+    @property
+    def stream(self) -> Any:
+        """What copies: for others that share the link."""
+        return self._stream
+
     def fetch(self, layer: int, slot: int, *, urgent: bool = False) -> None:
         """Queue the layer's copies, behind the last computation that reads the slot."""
         if self._closed:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -24,8 +24,30 @@ def piece_bytes_for(largest_bytes: int) -> int:
 
 
 def buffer_bytes_for(piece_bytes: int) -> int:
-    """Room for a piece that starts and ends anywhere in a block of the disk."""
-    return piece_bytes + 2 * BLOCK_BYTES
+    """Room for a piece that starts and ends anywhere in a block of the disk; none when no file is read."""
+    return piece_bytes + 2 * BLOCK_BYTES if piece_bytes else 0
+
+
+class Work(Protocol):
+    """What a reader thread does at a time."""
+
+    @property
+    def nbytes(self) -> int: ...
+    @property
+    def if_lost(self) -> str:
+        """The message when a thread dies over it."""
+
+    def bring(self, buffer: Buffer) -> None:
+        """Do it, with the thread's own buffer. Raises LinkError."""
+
+
+class Whole(Protocol):
+    """What is brought in piece by piece."""
+
+    @property
+    def nbytes(self) -> int: ...
+    def pieces(self, piece_bytes: int) -> Iterator[Work]:
+        """Work that adds up to `nbytes`, of `piece_bytes` at a time where a file is read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +83,10 @@ class Piece(NamedTuple):
     @property
     def nbytes(self) -> int:
         return self.stop - self.start
+
+    @property
+    def if_lost(self) -> str:
+        return f"{self.span.file.path}: a reader thread died at byte {self.span.offset + self.start}; try again"
 
     def bring(self, buffer: Buffer) -> None:
         """Read the piece through `buffer` into its place. Raises LinkError."""

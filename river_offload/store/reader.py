@@ -2,8 +2,9 @@
 
 A `Ticket` is a list of ranges to bring in. It is read in pieces through small aligned buffers, so that the page cache
 is left alone, what is read may be converted on its way, and a ticket that nobody wants any more stops within a piece.
-Tickets are served first in, first out; an urgent one before all that are not. One that must follow another (they
-write to the same place) starts when that has landed.
+Tickets are served first in, first out, in three turns (`policies.link_order`): urgent ones and those that somebody
+waits for, keys and values of the next layer, all others. One that must follow another (they write to the same place)
+starts when that has landed.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from policies.link_order import FIRST, TURNS, Load, turn
 from river_offload.errors import LinkError
-from river_offload.store.pieces import PIECE_BYTES, Buffer, Piece, Span, buffer_bytes_for, piece_bytes_for
+from river_offload.store.pieces import PIECE_BYTES, Buffer, Whole, Work, buffer_bytes_for, piece_bytes_for
 
 THREADS = 4
 """Readers that keep an NVMe disk busy; more than 4 gain little."""
@@ -34,17 +36,19 @@ class Ticket:
     Args:
         spans: where from and where to.
         after: tickets that write to the same place: this one starts when they write no more, whatever became of them.
+        load: what they are. `Reader.moved` and the reader's limit speak of weights alone.
     """
 
-    def __init__(self, spans: Sequence[Span], *, after: Sequence[Ticket] = ()) -> None:
+    def __init__(self, spans: Sequence[Whole], *, after: Sequence[Ticket] = (), load: Load = "weights") -> None:
+        self.load: Load = load
         self.nbytes = sum(span.nbytes for span in spans)
         self.started_bytes = 0
         """Of pieces that a thread has taken up: their place is not what it was any more."""
         self.landed_bytes = 0
         self.error: LinkError | None = None
         self.cancelled = False
-        self._spans: Sequence[Span] = spans
-        self._pieces: Iterator[Piece] | None = None
+        self._spans: Sequence[Whole] = spans
+        self._pieces: Iterator[Work] | None = None
         self._more = self.nbytes > 0
         self._after = after
         self._flying = 0
@@ -64,7 +68,7 @@ class Ticket:
         self._after = [ticket for ticket in self._after if not ticket.done]  # or each would keep all before it alive
         return self._more and bool(self._after)
 
-    def _take(self, piece_bytes: int) -> Piece | None:
+    def _take(self, piece_bytes: int) -> Work | None:
         """The next piece; None when none is left."""
         if not self._more:
             return None
@@ -84,7 +88,7 @@ class Reader:
 
     Args:
         threads: how many read at once.
-        largest_bytes: of the ranges to read, if that is known.
+        largest_bytes: of the ranges of files to read, if that is known; 0 when none are.
 
     Attributes:
         limit: bytes a second that land at most; None for as many as the disk gives.
@@ -96,7 +100,7 @@ class Reader:
         self._wanted = threads
         self._threads: list[threading.Thread] = []
         self._changed = threading.Condition()
-        self._lanes: tuple[deque[Ticket], deque[Ticket]] = (deque(), deque())  # urgent, others
+        self._lanes: tuple[deque[Ticket], ...] = tuple(deque() for _ in range(TURNS))
         self._closed = False
         self.limit: int | None = None
         self._due_s = 0.0
@@ -104,6 +108,11 @@ class Reader:
         self._moved_bytes = 0
         self._busy_s = 0.0
         self._busy_since_s = 0.0
+
+    @property
+    def closed(self) -> bool:
+        """Is nothing read any more?"""
+        return self._closed
 
     @property
     def nbytes(self) -> int:
@@ -116,19 +125,18 @@ class Reader:
             if self._closed:
                 ticket._stop(LinkError("the reader is closed: load the model again"))
                 raise LinkError("the reader is closed: load the model again")
-            self._lanes[0 if urgent else 1].append(ticket)
+            self._lanes[turn(ticket.load, needed=urgent)].append(ticket)
             self._hire()
             self._changed.notify_all()
 
     def wait(self, ticket: Ticket) -> float:
         """Return when the ticket has landed: the seconds that took. Raises LinkError when it cannot land.
 
+        What is waited for is needed: from here on the ticket is served before those that nobody waits for yet.
         A Ctrl-C leaves the ticket as it is: it goes on, and may be waited for again or called off.
         """
         started_s = time.perf_counter()
-        with self._changed:
-            # Whoever takes a piece of a ticket, or ends without one, notifies: there is no one else to wait for.
-            self._changed.wait_for(lambda: ticket.done)
+        self.settle(ticket)
         if ticket.error is not None:
             raise LinkError(*ticket.error.args) from ticket.error
         return time.perf_counter() - started_s
@@ -142,8 +150,15 @@ class Reader:
             self._changed.notify_all()
             return ticket.started_bytes
 
+    def settle(self, ticket: Ticket) -> None:
+        """Return when nothing is written for the ticket any more, whatever became of it."""
+        with self._changed:
+            self._hasten(ticket)
+            # Whoever takes a piece of a ticket, or ends without one, notifies: there is no one else to wait for.
+            self._changed.wait_for(lambda: ticket.done)
+
     def moved(self) -> tuple[int, float]:
-        """Bytes brought in so far, and the seconds in which at least one thread was at it."""
+        """Bytes of weights brought in so far, and the seconds in which at least one thread was at it."""
         with self._changed:
             running_s = time.perf_counter() - self._busy_since_s if self._flying else 0.0
             return self._moved_bytes, self._busy_s + running_s
@@ -157,6 +172,15 @@ class Reader:
         for thread in threads:
             thread.join()
         self._threads.clear()
+
+    def _hasten(self, ticket: Ticket) -> None:
+        """It is needed now, and so are those that must be done before it."""
+        for lane in self._lanes[FIRST + 1 :]:
+            if ticket in lane:
+                for before in ticket._after:
+                    self._hasten(before)
+                lane.remove(ticket)
+                self._lanes[FIRST].append(ticket)
 
     def _hire(self) -> None:
         """Start the threads, or those that take the place of dead ones."""
@@ -180,12 +204,10 @@ class Reader:
                 if not self._threads:
                     self._fail_all(f"the last reader thread ended: {sys.exception()!r}")
 
-    def _bring(self, ticket: Ticket, piece: Piece, buffer: Buffer) -> None:
-        failure: LinkError | None = LinkError(
-            f"{piece.span.file.path}: a reader thread died at byte {piece.span.offset + piece.start}; try again"
-        )
+    def _bring(self, ticket: Ticket, piece: Work, buffer: Buffer) -> None:
+        failure: LinkError | None = LinkError(piece.if_lost)
         try:
-            due_s = self._due(piece)
+            due_s = self._due(piece) if ticket.load == "weights" else 0.0
             piece.bring(buffer)
             self._hold_back(due_s)
             failure = None
@@ -194,7 +216,7 @@ class Reader:
         finally:
             self._landed(ticket, piece, failure)
 
-    def _due(self, piece: Piece) -> float:
+    def _due(self, piece: Work) -> float:
         """When the piece may land at the earliest. Pieces share the limit in the order in which they are begun."""
         if (limit := self.limit) is None:
             return 0.0
@@ -208,19 +230,20 @@ class Reader:
             while not self._closed and (left_s := due_s - time.perf_counter()) > 0:
                 self._changed.wait(left_s)
 
-    def _next(self) -> tuple[Ticket, Piece] | None:
+    def _next(self) -> tuple[Ticket, Work] | None:
         """The piece to bring in next, as soon as there is one; None when the reader closes."""
         with self._changed:
             while not self._closed:
                 if (work := self._take()) is not None:
-                    if not self._flying:
-                        self._busy_since_s = time.perf_counter()
-                    self._flying += 1
+                    if work[0].load == "weights":
+                        if not self._flying:
+                            self._busy_since_s = time.perf_counter()
+                        self._flying += 1
                     return work
                 self._changed.wait()  # for a ticket, for the end of the one before it, or for close()
         return None
 
-    def _take(self) -> tuple[Ticket, Piece] | None:
+    def _take(self) -> tuple[Ticket, Work] | None:
         for lane in self._lanes:
             while lane and not lane[0]._blocked():
                 if (piece := lane[0]._take(self._piece_bytes)) is not None:
@@ -228,15 +251,16 @@ class Reader:
                 lane.popleft()
         return None
 
-    def _landed(self, ticket: Ticket, piece: Piece, failure: LinkError | None) -> None:
+    def _landed(self, ticket: Ticket, piece: Work, failure: LinkError | None) -> None:
+        weights = ticket.load == "weights"
         with self._changed:
             ticket._flying -= 1
-            self._flying -= 1
-            if not self._flying:
+            self._flying -= weights
+            if weights and not self._flying:
                 self._busy_s += time.perf_counter() - self._busy_since_s
             if failure is None:
                 ticket.landed_bytes += piece.nbytes
-                self._moved_bytes += piece.nbytes
+                self._moved_bytes += piece.nbytes if weights else 0
                 if ticket.landed_bytes == ticket.nbytes:
                     ticket._stop()
             else:

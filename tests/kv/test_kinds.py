@@ -11,6 +11,7 @@ import torch
 from families import FAMILIES, budget_for, tokens
 from transformers import DynamicCache
 
+from policies import link_order
 from river_offload.errors import BudgetError, CacheError, UsageError
 from river_offload.kv import memory
 from river_offload.kv.resting import RestingLayer
@@ -21,6 +22,12 @@ WINDOWS_ONLY = "mistral"
 WITH_FULL_ATTENTION = [family for family in FAMILIES if family != WINDOWS_ONLY]
 
 Open = Callable[..., Any]
+
+
+@pytest.fixture(autouse=True)
+def however_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiny caches on the host, too, are brought in ahead."""
+    monkeypatch.setattr(link_order, "AHEAD_FROM_BYTES", 1)
 
 
 def lengths(cache: Any) -> list[int]:

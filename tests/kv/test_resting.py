@@ -13,7 +13,8 @@ from river_offload.kv import memory, rest
 from river_offload.kv.kind import KvKind
 from river_offload.kv.memory import file_memory, plain_memory, require_space
 from river_offload.kv.rest import QuantizedRest
-from river_offload.kv.resting import RestingLayer, Workspace
+from river_offload.kv.resting import RestingLayer
+from river_offload.kv.workspace import Workspace
 
 KINDS = [KvKind(16, "host"), KvKind(8, "device"), KvKind(4, "device"), KvKind(8, "host"), KvKind(4, "host")]
 QUANTIZED = [kind for kind in KINDS if kind.bits < 16]

@@ -126,7 +126,6 @@ def test_the_plan_is_what_is_used(
         ("gemma3", {"sliding_window": 64, "vocab_size": 5_000}, {"context": 300, "prefill_chunk": 50}),
         ("llama", LONG, {"context": 2000, "kv_bits": 8}),  # see RestingLayer.most_recent_bytes
         ("llama", LONG, {"context": 2000, "kv_bits": 4, "prefill_chunk": 128}),
-        ("llama", LONG, {"context": 2000, "kv_tier": "host"}),
         ("llama", {}, {"context": 200, "mode": "lossless"}),
         ("qwen2", {}, {"context": 100, "dtype": "bfloat16"}),
     ],
@@ -151,6 +150,17 @@ def test_states_on_the_host_are_nothing_on_the_device(
     config = config_of(checkpoint(family), context=240, prefill_chunk=16, **options)
     (placement,) = compare(config, [0], monkeypatch, rest_states=True)
     assert placement.states_host_bytes == config.batch * 239 * 64 * 4
+
+
+@pytest.mark.parametrize("bits", [16, 4])
+def test_a_second_room_for_keys_and_values_is_planned_where_there_is_memory_for_it(
+    bits: int, checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config_of(checkpoint("llama", **LONG), context=2000, kv_tier="host", kv_bits=bits)
+    placed = [compare(config, size, monkeypatch, new_tokens=3) for size in (0, 2)]
+    assert [placement.kv_ahead for placement in placed] == [False, True]
+    room_bytes = 2 * 2 * 32 * 2000 * 4  # keys and values, KV heads, head_dim, context, float32
+    assert placed[1].terms["kv"] - placed[0].terms["kv"] == room_bytes
 
 
 @pytest.mark.parametrize(("family", "context"), [("mistral", 63), ("mistral", 64), ("mistral", 65), ("gemma3", 150)])

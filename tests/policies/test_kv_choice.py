@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from policies.kv_choice import KvNeeds, kv_seconds, weigh_kinds
+from policies.kv_choice import KvNeeds, bringing_seconds, reading_seconds, weigh_kinds
 from policies.profiles import load_profile
 from policies.simulate import Step
 from policies.types import Mode, ModelSizes, Placement, Refusal
@@ -83,8 +83,32 @@ def test_of_equal_ones_more_bits_come_first() -> None:
 
 def test_what_a_cache_costs_a_token() -> None:
     read_s, link_s = FULL / CARD.memory_bytes_per_s, FULL / CARD.pinned_bytes_per_s
-    found = [kv_seconds(each, CARD) for each in KINDS]
-    expected = [read_s, 2.5 * read_s, 2.25 * read_s, 2 * read_s + link_s, 2 * read_s + link_s / 4]
-    assert found == pytest.approx(expected)
-    disk = kv_seconds(KINDS[3], load_profile("cpu-ddr5-nvme"), "disk")
-    assert disk > FULL / load_profile("cpu-ddr5-nvme").disk_bytes_per_s
+    reading = [reading_seconds(each, CARD) for each in KINDS]
+    assert reading == pytest.approx([read_s, 2.5 * read_s, 2.25 * read_s, 2 * read_s, 2 * read_s])
+    bringing = [bringing_seconds(each, CARD) for each in KINDS]
+    assert bringing == pytest.approx([0, 0, 0, link_s, link_s / 4])
+    machine = load_profile("cpu-ddr5-nvme")
+    assert bringing_seconds(KINDS[3], machine, "disk") == pytest.approx(FULL / machine.disk_bytes_per_s)
+
+
+def test_with_a_second_room_a_cache_comes_beside_the_computation() -> None:
+    """The token takes what the link takes, or what all else takes and one layer's share: whichever is longer."""
+    host = replace(KINDS[3], room_bytes=FULL // LAYERS)
+    link_s = FULL / CARD.pinned_bytes_per_s
+    for beside_s, weights_s in ((0.0, 0.0), (link_s / 2, 0.0), (3 * link_s, 0.0), (3 * link_s, 2.5 * link_s)):
+        extra_s = bringing_seconds(host, CARD, ahead=True, beside_s=beside_s, weights_s=weights_s)
+        assert beside_s + extra_s == pytest.approx(max(weights_s + link_s, beside_s + link_s / LAYERS))
+        assert extra_s <= bringing_seconds(host, CARD) or weights_s > beside_s
+    assert bringing_seconds(KINDS[0], CARD, ahead=True, beside_s=1.0, weights_s=2.0) == 0
+
+
+def test_the_second_room_is_placed_and_makes_a_cache_on_the_host_faster() -> None:
+    plain, roomy = KINDS[3], replace(KINDS[3], room_bytes=FULL // LAYERS)
+    found = {}
+    for needs in (plain, roomy):
+        (one,) = weigh_kinds(SIZES, [needs], CARD, STEPS, mode=Mode("backbone"), min_exit=1, budget_bytes=3_750 * MB)
+        assert isinstance(one.placement, Placement) and one.seconds_per_token is not None
+        assert one.placement.kv_ahead == (needs is roomy)
+        assert one.placement.terms["kv"] == needs.kv_bytes + needs.room_bytes
+        found[needs] = one.seconds_per_token
+    assert found[roomy] < found[plain]

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policies.placement import place
+from policies.placement import DEVICE_PER_LINK, place
 from policies.types import Mode, ModelSizes, Placement, Refusal
 
 SIZES = ModelSizes(
@@ -113,6 +113,31 @@ def test_embedding_leaves_the_device_to_make_room_for_layers() -> None:
     assert refused(sizes, 0).needed_bytes == smallest - 147
 
 
+def test_a_second_room_is_there_where_it_costs_no_layer() -> None:
+    sizes = replace(SIZES, kv_room_bytes=60)
+    everything = fits(SIZES, 10_000).planned_bytes
+    roomy = fits(sizes, everything + 60)
+    assert roomy.kv_ahead and len(roomy.resident_layers) == 4
+    assert roomy.terms["kv"] == SIZES.kv_bytes + 60
+    assert fits(replace(sizes, load_bytes=130), 10_000).terms["loading"] == 130 - 100 - 20
+    assert not fits(sizes, everything + 59).kv_ahead  # not in place of a layer
+    assert not fits(SIZES, 10_000).kv_ahead
+    # It is in no budget that is quoted as the smallest.
+    least = refused(sizes, 0).needed_bytes
+    assert least == refused(SIZES, 0).needed_bytes
+    assert [fits(sizes, least + more).kv_ahead for more in (0, 59, 60)] == [False, False, True]
+
+
+@pytest.mark.parametrize(("kv_host_bytes", "taken"), [(100, False), (2_930, False), (2_940, True), (90_000, True)])
+def test_a_room_takes_the_place_of_layers_where_it_hides_more_than_they_stream(kv_host_bytes: int, taken: bool) -> None:
+    """300 bytes more are streamed. In their time a token reads 20 times as much: weights, and the cache twice."""
+    sizes = replace(SIZES, backbone_bytes=(150,) * 4, kv_room_bytes=60, kv_host_bytes=kv_host_bytes)
+    everything = fits(sizes, 10_000).planned_bytes - 60
+    placement = fits(sizes, everything, slots=1)
+    assert placement.kv_ahead == taken
+    assert len(placement.resident_layers) == (2 if taken else 4)
+
+
 def test_refusal_names_the_largest_term_and_what_would_change_it() -> None:
     refusal = refused(replace(SIZES, kv_bytes=1_000), 300)
     assert refusal.budget_bytes == 300
@@ -121,8 +146,16 @@ def test_refusal_names_the_largest_term_and_what_would_change_it() -> None:
     assert any("bits for the river" in line for line in refusal.advice)
     assert any("head on 8 bits" in line for line in refusal.advice)
     assert any("single slot" in line for line in refusal.advice)
-    assert any(line.startswith("mode backbone") for line in refusal.advice)
-    assert any(line.startswith("mode quantized") for line in refusal.advice)
+
+
+def test_a_refusal_names_the_modes_that_would_fit_and_no_others() -> None:
+    needed_bytes = refused(SIZES, 0).needed_bytes
+    alone = {kind: refused(SIZES, 0, Mode(kind)).needed_bytes for kind in ("backbone", "quantized")}
+    assert max(alone.values()) < needed_bytes
+    for budget_bytes in (needed_bytes - 1, *alone.values(), 0):
+        advice = refused(SIZES, budget_bytes).advice
+        for kind, least_bytes in alone.items():
+            assert any(line.startswith(f"mode {kind} alone") for line in advice) == (least_bytes <= budget_bytes)
 
 
 def test_advice_leaves_out_what_would_not_help() -> None:
@@ -162,6 +195,8 @@ def problems(draw: st.DrawFn) -> tuple[ModelSizes, dict[str, object]]:
         embed_away_bytes=draw(st.integers(0, 20)),
         staging_bytes=draw(amounts),
         load_bytes=draw(st.integers(0, 900)),
+        kv_host_bytes=draw(st.sampled_from([0, 500, 20_000])),
+        kv_room_bytes=draw(st.sampled_from([0, 1, 90, 250])),
     )
     options = {
         "mode": draw(modes),
@@ -207,7 +242,15 @@ def test_more_budget_is_never_worse_and_never_exceeded(
     if isinstance(small, Placement):
         assert isinstance(large, Placement)
         assert small.resident_layers + small.streamed_layers == large.resident_layers + large.streamed_layers
-        assert rank(small) <= rank(large)
+        if small.kv_ahead == large.kv_ahead:
+            assert rank(small) <= rank(large)
+        read_bytes = sum(map(min, sizes.backbone_bytes, sizes.river_bytes)) + 2 * sizes.kv_host_bytes
+        hidden_bytes = min(read_bytes // DEVICE_PER_LINK, sizes.kv_host_bytes)
+        waits = [
+            sum(sizes.backbone_bytes[layer] for layer in placement.streamed_layers) - placement.kv_ahead * hidden_bytes
+            for placement in (small, large)
+        ]
+        assert waits[0] >= waits[1]
 
 
 def rank(placement: Placement) -> tuple[int, bool]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from policies.exit import ExitRule, ForcedExit
@@ -61,6 +63,18 @@ def test_no_chunk_is_tried_that_no_prompt_needs() -> None:
     asked.clear()
     place_with_chunk(place(60, asked, context=64), 64, 0)
     assert asked == [None]
+
+
+def test_a_chunk_that_leaves_a_room_for_the_cache_goes_before_a_longer_one() -> None:
+    """Even before a whole prompt with everything else on the device; a plain cache has no use for a room."""
+    everything = Placement(
+        mode=Mode("exit"), min_exit=1, resident_layers=tuple(range(LAYERS)), streamed_layers=(), river_layers=(),
+        slots=0, slot_bytes=0, embed_tier="device", budget_bytes=1, kv_host_bytes=1,
+    )  # fmt: skip
+    roomy = replace(everything, kv_ahead=True, prefill_chunk=512)
+    assert place_with_chunk(lambda chunk, _: roomy if chunk == 512 else everything, 4096, 0) is roomy
+    plain = replace(everything, kv_host_bytes=0)
+    assert place_with_chunk(lambda chunk, _: plain if chunk is None else pytest.fail("asked"), 4096, 0) is plain
 
 
 def test_a_refusal_is_that_of_the_cheapest_chunk() -> None:
