@@ -157,7 +157,14 @@ def _rise(
     second_turn = cached_tokens > 0 and new_tokens > 1 and kept_logits == 1
     kv_bytes, kv_host_bytes = _kv_bytes(cache, before, like)
     transient = {name: split.get(name, 0) for name in TRANSIENT}
-    return Needs(kv_bytes, sum(split.values()), transient, second_turn, kv_host_bytes, _room_bytes(cache, like))
+    return Needs(
+        kv_bytes,
+        sum(split.values()),
+        transient,
+        second_turn,
+        kv_host_bytes=kv_host_bytes,
+        kv_room_bytes=_room_bytes(cache, like),
+    )
 
 
 def _larger(one: Needs, other: Needs) -> Needs:
