@@ -20,8 +20,9 @@ from river_offload.errors import ContextError, ModeError, UsageError, not_possib
 from river_offload.kv.cache import SharedCache
 from river_offload.passage import Flow
 from river_offload.progress import Progress
+from river_offload.report import generation_report, generation_seconds, placement_report, prefill_report
 from river_offload.store.store import Store
-from river_offload.trace import Account, PassageRecord, Trace, checking_figures
+from river_offload.trace import Account, Trace
 
 
 class River:
@@ -285,63 +286,18 @@ class River:
         tells how much of the host memory of a GPU's layers is pinned; `misses` counts layers that were needed and not
         there, `wait_s` the time that cost.
         """
-        account, records = self.account, self.account.records
-        depths = [record.depth for record in records]
-        later = [record.depth for record in records if record.path != "prefill"]
-        prefill_s = sum(record.seconds for record in records if record.path == "prefill")
-        new_tokens = account.new_tokens or len(records)
-        drafted = any(record.path in ("draft", "check") for record in records)
-        later_tokens = max(new_tokens - 1, 1) if drafted else len(later)
+        account = self.account
         return {
-            "prompt_tokens": account.prompt_tokens,
-            "new_tokens": new_tokens,
+            **generation_report(account, self.num_layers),
             "mode": account.mode or self.mode,
             "tau": account.tau if account.mode else self.tau,
             "num_layers": self.num_layers,
-            "mean_depth": sum(later) / later_tokens if later else _first(records, "prefill"),
-            **checking_figures(records, self.num_layers, new_tokens),
-            "depths": depths,
-            "prefill_depth": _first(records, "prefill"),
-            "prefill": self._prefill(records),
-            "seconds": {
-                "load": self.load_s,
-                "prefill": prefill_s,
-                "decode": max(account.seconds - prefill_s, 0.0),
-            },
-            "tokens_per_s": account.new_tokens / account.seconds if account.seconds else None,
-            "bytes_streamed": sum(record.bytes_streamed for record in records),
-            "wait_s": sum(record.wait_s for record in records),
-            "misses": sum(record.misses for record in records),
-            "wasted_bytes": sum(record.wasted_bytes for record in records),
+            "prefill": prefill_report(account.records, self._flow.prefill),
+            "seconds": {"load": self.load_s, **generation_seconds(account)},
             "host": self._host_bytes(),
-            "peak_device_bytes": account.peak_device_bytes,
-            "budget_bytes": self.placement.budget_bytes,
             "budget_source": self._budget_source,
-            "placement": {
-                "resident_layers": len(self.placement.resident_layers),
-                "streamed_layers": len(self.placement.streamed_layers),
-                "slots": self.placement.slots,
-                "embed_tier": self.placement.embed_tier,
-                "prefill_chunk": self.placement.prefill_chunk,
-                "states_tier": self.placement.states_tier,
-            },
-            "kv": {
-                "bits": self.config.kv_bits,
-                "tier": self.config.kv_tier,
-                "planned_host_bytes": self.placement.kv_host_bytes,
-                "ahead": self.placement.kv_ahead,
-            },
-            "planned_bytes": dict(self.placement.terms),
+            **placement_report(self.placement, self.config),
             **self._kernels,
-        }
-
-    def _prefill(self, records: list[PassageRecord]) -> dict[str, Any]:
-        rule = self._flow.prefill
-        modes = [record.mode for record in records if record.path == "prefill"]
-        return {
-            "policy": rule.policy,
-            "backbone_from_tokens": rule.backbone_from_tokens if rule.policy == "auto" else None,
-            "mode": modes[0] if modes else None,
         }
 
     def close(self) -> None:
@@ -415,7 +371,3 @@ class River:
                     f"{what} needs {part} layers {missing[0]}..{missing[-1]}, which mode {self.placement.mode} "
                     f"did not build: load with mode={remedy!r}, or with also_modes=({remedy!r},)"
                 )
-
-
-def _first(records: list[PassageRecord], path: str) -> int | None:
-    return next((record.depth for record in records if record.path == path), None)

@@ -23,7 +23,7 @@ LEVELS = [
     ["passage"],
     ["layer", "parts"],
     ["assemble", "ledger"],
-    ["planning"],
+    ["planning", "report"],
     ["handle", "streaming"],
     ["metering", "decoding"],
     ["seams"],
