@@ -159,6 +159,7 @@ def test_the_report_accounts_for_the_last_generate(pair: Callable[..., Any]) -> 
         "slots": 2,
         "embed_tier": "disk",
         "prefill_chunk": None,
+        "states_tier": "device",
     }
     assert report["prefill"] == {"policy": "exit", "backbone_from_tokens": None, "mode": "exit"}
     assert report["kernel"] in report["kernels"]["self_attn.q_proj"]["kernel"]

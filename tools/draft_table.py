@@ -3,8 +3,8 @@
     python tools/draft_table.py demo --prompts questions.jsonl --field question --count 20 --budget 500MiB --context 512
 
 Every prompt is written once in mode backbone and once for each draft length in mode lossless (or gated), greedily, by
-one loaded model, so all have the same layers on the device. Each finished prompt is one JSON line on standard output;
-the table of all so far follows at the end, or at Ctrl-C.
+one loaded model, so all have the same layers on the device; with --plain by transformers itself before them. Each
+finished prompt is one JSON line on standard output; the table of all so far follows at the end, or at Ctrl-C.
 """
 
 from __future__ import annotations
@@ -18,7 +18,12 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from transformers import AutoModelForCausalLM
+
 import river_offload
+from river_offload.checkpoint.source import resolve
+from river_offload.config import default_cache_dir
+from river_offload.progress import Silent
 
 DRAFTS = ("2", "4", "8", "16", "adaptive")
 
@@ -28,8 +33,10 @@ def main() -> None:
     asked = _arguments()
     mode = "lossless" if asked.gate is None else "gated"
     options = {"budget": asked.budget, "context": asked.context, "dtype": asked.dtype, "slots": asked.slots}
+    options["link_limit"] = asked.link_limit
     if asked.gate is not None:
         options["gate"] = asked.gate
+    plain = _plain_model(asked) if asked.plain else None
     model = river_offload.load(asked.model, mode=mode, also_modes=("backbone",), **options)
     with model.river:
         placement = model.river.placement
@@ -39,7 +46,7 @@ def main() -> None:
         rows: dict[str, list[dict[str, Any]]] = defaultdict(list)
         try:
             for number, text in enumerate(_prompts(asked)):
-                for name, row in _one_prompt(model, text, asked):
+                for name, row in _one_prompt(model, plain, text, asked):
                     rows[name].append(row)
                     print(json.dumps({"prompt": number, "draft": name, **row}), flush=True)
         except KeyboardInterrupt:
@@ -65,11 +72,19 @@ def table(rows: dict[str, list[dict[str, Any]]]) -> list[str]:
     return lines
 
 
-def _one_prompt(model: Any, text: str, asked: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]]:
+def _plain_model(asked: argparse.Namespace) -> Any:
+    """The same weights without us."""
+    found = resolve(asked.model, cache_dir=default_cache_dir(), dtype=asked.dtype, progress=Silent())
+    return AutoModelForCausalLM.from_pretrained(found.directory, dtype=asked.dtype)
+
+
+def _one_prompt(model: Any, plain: Any, text: str, asked: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]]:
     tokenizer = model.river.tokenizer
     chat = [{"role": "user", "content": text}]
     inputs = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
     expected = None
+    if plain is not None:
+        expected = plain.generate(**inputs, max_new_tokens=asked.tokens, do_sample=False)[0].tolist()
     for name in ("backbone", *asked.drafts):
         setting = {"mode": "backbone"} if name == "backbone" else {"draft": name}
         with model.river.using(**setting):
@@ -110,6 +125,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=128, help="new tokens of each")
     parser.add_argument("--drafts", nargs="+", default=DRAFTS, help="lengths, or adaptive")
     parser.add_argument("--gate", type=float, help="mode gated with this gate instead of lossless")
+    parser.add_argument("--plain", action="store_true", help="hold all texts against those of transformers itself")
+    parser.add_argument("--link-limit", help="hold the link to so many bytes a second")
     parser.add_argument("--budget", default="500MiB")
     parser.add_argument("--context", type=int, default=512)
     parser.add_argument("--slots", type=int, default=2)
