@@ -3,8 +3,9 @@
     python tools/draft_table.py demo --prompts questions.jsonl --field question --count 20 --budget 500MiB --context 512
 
 Every prompt is written once in mode backbone and once for each draft length in mode lossless (or gated), greedily, by
-one loaded model, so all have the same layers on the device; with --plain by transformers itself before them. Each
-finished prompt is one JSON line on standard output; the table of all so far follows at the end, or at Ctrl-C.
+one loaded model, so all have the same layers on the device; with --plain by transformers itself before them. `same
+text` counts those that are like the first of them. Each finished prompt is one JSON line on standard output; the table
+of all so far follows at the end, or at Ctrl-C.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from river_offload.checkpoint.source import resolve
 from river_offload.config import default_cache_dir
 from river_offload.progress import Silent
 
-DRAFTS = ("2", "4", "8", "16", "adaptive")
+DRAFTS = ("backbone", "2", "4", "8", "16", "adaptive")
 
 
 def main() -> None:
@@ -85,7 +86,7 @@ def _one_prompt(model: Any, plain: Any, text: str, asked: argparse.Namespace) ->
     expected = None
     if plain is not None:
         expected = plain.generate(**inputs, max_new_tokens=asked.tokens, do_sample=False)[0].tolist()
-    for name in ("backbone", *asked.drafts):
+    for name in asked.drafts:
         setting = {"mode": "backbone"} if name == "backbone" else {"draft": name}
         with model.river.using(**setting):
             started_s = time.perf_counter()
@@ -123,7 +124,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--count", type=int, default=20, help="prompts")
     parser.add_argument("--skip", type=int, default=0, help="prompts to leave out at the beginning")
     parser.add_argument("--tokens", type=int, default=128, help="new tokens of each")
-    parser.add_argument("--drafts", nargs="+", default=DRAFTS, help="lengths, or adaptive")
+    parser.add_argument("--drafts", nargs="+", default=DRAFTS, help="lengths, adaptive, or backbone for no drafts")
     parser.add_argument("--gate", type=float, help="mode gated with this gate instead of lossless")
     parser.add_argument("--plain", action="store_true", help="hold all texts against those of transformers itself")
     parser.add_argument("--link-limit", help="hold the link to so many bytes a second")
