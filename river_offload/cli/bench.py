@@ -21,6 +21,7 @@ def bench(model: str, options: ModelOptions, asked: BenchOptions, output: Output
     """Measure the machine, then the model on it: random tokens in, no tokenizer needed."""
     terminal = Terminal(quiet=output.quiet)
     with boundary(terminal):
+        options = asked.applied_to(options)
         options.check(depths_forced=asked.depths is not None)
         asked.check(options)
         output.check()

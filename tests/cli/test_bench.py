@@ -115,9 +115,11 @@ def test_a_run_that_streams_nothing_says_so():
         (["--depths", "fixed:3", "--mode", "backbone"], "--depths has no effect in mode backbone"),
         (["--depths", "fixed:3", "--tau", "0.7"], "--tau has no effect with --depths"),
         (["--depths", "fixed:9"], "passage 0 is to leave after 9 layers: expected 1..5"),
-        (["--acceptance", "t.jsonl"], "--acceptance has no effect in mode exit: nothing is checked there"),
+        (["--acceptance", "t", "--mode", "exit"], "--acceptance has no effect in mode exit: nothing is checked there"),
+        (["--acceptance", "t", "--depths", "fixed:3"], "--acceptance has no effect in mode exit"),
+        (["--gate", "0.5", "--depths", "fixed:3"], "gate has no effect in mode exit"),
         (["--acceptance", "t", "--mode", "gated", "--gate", "0"], "--acceptance has no effect with --gate 0"),
-        (["--acceptance", "absent.jsonl", "--mode", "lossless"], "absent.jsonl cannot be read"),
+        (["--acceptance", "absent.jsonl"], "absent.jsonl cannot be read"),
         (["--tokens", "100"], "do not fit a context of 64"),
     ],
 )
