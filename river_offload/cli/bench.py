@@ -28,6 +28,11 @@ def bench(model: str, options: ModelOptions, asked: BenchOptions, output: Output
         require_stdout()
         config = RiverConfig.from_options(model=model, **options.load_arguments())
         figures = _run(config, asked, output, terminal)
+        if asked.acceptance is None and _never_right(figures):
+            terminal.note(
+                "note: hardly any drafted token was right, as with random weights: --acceptance TRACE gives drafts the "
+                "luck of a trained model"
+            )
         if output.as_json:
             print_json(figures)
         else:
@@ -88,6 +93,11 @@ def lines(figures: Mapping[str, Any]) -> list[str]:
     ]
     width = max(len(name) for name, _ in rows)
     return [f"{name:<{width}}  {text}" for name, text in rows]
+
+
+def _never_right(figures: Mapping[str, Any]) -> bool:
+    checked = figures.get("tokens_per_backbone_pass") is not None
+    return checked and bool(figures["drafted"]) and figures["accepted"] < figures["drafted"] / 20
 
 
 def _drafts(figures: Mapping[str, Any]) -> str:

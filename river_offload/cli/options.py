@@ -67,7 +67,7 @@ class ModelOptions:
     ] = None
     tau: Annotated[
         float | None,
-        option("--tau", "T", "River", "Leave the backbone when the exit signal passes this.", RiverConfig.tau),
+        option("--tau", "T", "River", "Mode exit: leave the backbone when the signal passes this.", RiverConfig.tau),
     ] = None
     draft: Annotated[
         str | None,
@@ -78,7 +78,7 @@ class ModelOptions:
     ] = None
     min_exit: Annotated[
         int | None,
-        option("--min-exit", "N", "River", "Backbone layers before the first exit.", RiverConfig.min_exit),
+        option("--min-exit", "N", "River", "Mode exit: backbone layers before the first exit.", RiverConfig.min_exit),
     ] = None
     bits: Annotated[
         int | None, option("--bits", "N", "River", "Bits of a river weight: 2, 3, 4 or 8.", QuantConfig.bits)
@@ -127,11 +127,11 @@ class ModelOptions:
     ] = None
     on_miss: Annotated[
         str | None,
-        option("--on-miss", "WHAT", "Memory", "For a layer that is not there: wait, or exit.", RiverConfig.on_miss),
+        option("--on-miss", "WHAT", "Memory", "Mode exit: for a missing layer wait, or exit.", RiverConfig.on_miss),
     ] = None
     prefill: Annotated[
         str | None,
-        option("--prefill", "HOW", "River", "A prompt may exit, runs the backbone, or auto.", RiverConfig.prefill),
+        option("--prefill", "HOW", "River", "Mode exit: a prompt may exit, or backbone, or auto.", RiverConfig.prefill),
     ] = None
     prefill_chunk: Annotated[
         int | None, option("--prefill-chunk", "N", "Memory", "Prompt tokens a layer reads at once.", "what fits best")

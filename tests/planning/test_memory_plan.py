@@ -63,7 +63,7 @@ def test_every_built_in_shape_can_be_planned(model: str) -> None:
 
 
 def test_the_speed_of_a_mode_that_drafts_is_that_of_rounds() -> None:
-    """Streaming is nearly all of it here: a check, for 8.2 tokens, takes a little longer than a token of the backbone."""
+    """Streaming is nearly all of it here: a check, for 8.2 tokens, takes little longer than a token of the backbone."""
     options = {"model": "llama-3.2-1b", "context": 1024, "budget": "1300MiB"}
     lossless, backbone, gated = (plan_of(mode=mode, **options) for mode in ("lossless", "backbone", "gated"))
     assert lossless.placement.streamed_layers
