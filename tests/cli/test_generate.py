@@ -40,7 +40,7 @@ def test_json_is_one_object_with_the_promised_fields(stub, runner):
     assert answer["seconds"] == {"load": 1.5, "prefill": 0.5, "decode": None}
     assert answer["placement"] == {
         "resident_layers": [0, 1], "streamed_layers": [2, 3], "slots": 2, "embed_tier": "device",
-        "prefill_chunk": 512,
+        "prefill_chunk": 512, "states_tier": "device",
     }  # fmt: skip
     assert (answer["mode"], answer["tau"]) == ("exit", 0.5)
 
