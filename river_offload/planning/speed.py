@@ -87,8 +87,7 @@ def expected_course(
 
     Raises UsageError for a mean that cannot be, or cannot take effect.
     """
-    if mode.kind != "exit" and mean_depth is not None:
-        raise UsageError(f"mean_depth has no effect in mode {mode}: leave it out, or plan for mode exit")
+    check_mean_depth(mode, mean_depth)
     if mode.kind == "gated" and config.gate == 0:  # no checks
         return lambda placement: one_by_one((placement.draft_depth(num_layers),) * _TOKENS, known=True)
     if mode.drafts:
@@ -98,6 +97,12 @@ def expected_course(
         return lambda _: one_by_one((depth,) * _TOKENS, known=True)
     depths = _exits(config.min_exit, num_layers, mean_depth)
     return lambda _: one_by_one(depths, known=False)
+
+
+def check_mean_depth(mode: Mode, mean_depth: float | None) -> None:
+    """Raises UsageError for a mean depth that cannot take effect."""
+    if mode.kind != "exit" and mean_depth is not None:
+        raise UsageError(f"mean_depth has no effect in mode {mode}: leave it out, or plan for mode exit")
 
 
 def _exits(min_exit: int, num_layers: int, mean_depth: float | None) -> Sequence[int]:
