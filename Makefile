@@ -25,7 +25,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@touch $@
 
 demo: setup
-	$(BIN)/river-offload generate demo --prompt "Explain why the sky is blue." --max-new-tokens 64 --tau 0.95 --budget 200MiB --context 1024
+	$(BIN)/river-offload generate demo --prompt "Explain why the sky is blue." --max-new-tokens 64 --budget 200MiB --context 1024
 
 test: lint types pytest
 

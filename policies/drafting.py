@@ -23,6 +23,10 @@ MOST_DRAFTED = 32
 GATED_DRAFT = 16
 """Of mode gated, whose text depends on where its checks are: an adaptive length, which depends on measured times, would
 give another text every time."""
+TYPICAL_DRAFT = 16
+TYPICAL_TOKENS_A_CHECK = 8.2
+"""What a plan reckons with, since nobody knows the text beforehand: as measured on the demo model (docs/results.md),
+tokens of a check, which adds one of its own, after so many drafted ones."""
 FIRST_DRAFTED = 8
 """Length of an adaptive draft until a check was measured."""
 _EDGES = (0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 0.9, 0.97, 0.995)

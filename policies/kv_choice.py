@@ -7,13 +7,14 @@ there is a second room for that, else while it stands still.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from policies.course import Course
 from policies.placement import place
 from policies.prefetch import Kind
 from policies.profiles import HardwareProfile, LinkTier, setup_on
-from policies.simulate import Step, simulate
+from policies.simulate import simulate
 from policies.types import Mode, ModelSizes, Placement, Refusal
 
 
@@ -56,7 +57,7 @@ def weigh_kinds(
     sizes: ModelSizes,
     kinds: Iterable[KvNeeds],
     profile: HardwareProfile,
-    steps: Sequence[Step],
+    course: Callable[[Placement], Course],
     *,
     mode: Mode,
     min_exit: int,
@@ -72,9 +73,9 @@ def weigh_kinds(
 
     Args:
         sizes: of the model; its KV and transient bytes are replaced by those of each kind.
-        steps: passages to replay (`simulate.steps_of` a trace, or depths as expected), decoding alone.
+        course: passages to replay, decoding alone, of a model that is placed like that.
         tier: where streamed layers rest; the cache of tier "host" comes from there at the same rate.
-        outside_s: seconds a token takes outside the layers, whatever the cache.
+        outside_s: seconds a passage takes outside the layers, whatever the cache.
     """
     found = []
     for needs in kinds:
@@ -103,18 +104,20 @@ def weigh_kinds(
             min_exit=min_exit,
         )
         setup = replace(setup, passage_s=outside_s)
-        result, tokens = simulate(steps, setup, prefetch), max(len(steps), 1)
-        layers_s, weights_s = result.seconds / tokens, result.bytes_moved / tokens / setup.link_bytes_per_s
+        expected = course(placement)
+        result, passages = simulate(expected.steps, setup, prefetch), len(expected.steps)
+        layers_s, weights_s = result.seconds / passages, result.bytes_moved / passages / setup.link_bytes_per_s
         kv_s = reading_seconds(needs, profile)
         kv_s += bringing_seconds(
             needs, profile, tier, ahead=placement.kv_ahead, beside_s=layers_s + kv_s, weights_s=weights_s
         )
-        found.append(KvAlternative(needs, placement, layers_s, kv_s))
+        share = passages / expected.tokens
+        found.append(KvAlternative(needs, placement, share * layers_s, share * kv_s))
     return sorted(found, key=_cost)
 
 
 def reading_seconds(needs: KvNeeds, profile: HardwareProfile) -> float:
-    """What a token pays on the device for a full cache, whatever the layers cost.
+    """What a passage pays on the device for a full cache, whatever the layers cost.
 
     Attention reads keys and values at full precision once. Those at rest are besides written, at full precision, to
     where attention reads them; those that rest in few bits on the device are read there.
@@ -136,15 +139,15 @@ def bringing_seconds(
     beside_s: float = 0.0,
     weights_s: float = 0.0,
 ) -> float:
-    """How long a token waits, on top of all else, for a full cache to come over the link; 0 on the device.
+    """How long a passage waits, on top of all else, for a full cache to come over the link; 0 on the device.
 
-    With a second room (`ahead`) that is what the link takes longer for weights and cache than the token takes without
+    With a second room (`ahead`) that is what the link takes longer for weights and cache than the passage takes without
     it, and one layer's share, which nothing runs beside: the first layer brings in its own. That is the least it can
     be: it counts on a link that never stands still.
 
     Args:
-        beside_s: seconds of a token without it, waits for weights included.
-        weights_s: seconds of link for the weights of a token.
+        beside_s: seconds of a passage without it, waits for weights included; of several kinds of passage the mean.
+        weights_s: seconds of link for the weights of a passage.
     """
     if needs.tier != "host":
         return 0.0

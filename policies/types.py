@@ -147,6 +147,11 @@ class Placement:
     def planned_bytes(self) -> int:
         return sum(self.terms.values())
 
+    def draft_depth(self, num_layers: int) -> int:
+        """Backbone layers of a drafted token: those on the device; if all are, those below the first river layer."""
+        resident = len(self.resident_layers)
+        return resident if resident < num_layers else min(self.river_layers, default=num_layers)
+
     @property
     def states_tier(self) -> str:
         """Where the states of a prompt are between the layers: "device" or "host"."""

@@ -1,7 +1,8 @@
 """river-offload: 8B language models on GPUs too small for them.
 
 A 4-bit copy of every decoder layer, the exit river, stays on the device and shares the KV cache with the model's own
-layers, the backbone. A token leaves the backbone as soon as its state has settled and finishes on the river.
+layers, the backbone. Tokens are drafted on the river and checked by the backbone, whose own text it stays; in mode
+exit a token leaves the backbone as soon as its state has settled and finishes on the river.
 """
 
 from __future__ import annotations

@@ -20,6 +20,8 @@ from policies.types import Mode
 from river_offload.errors import UsageError
 
 _MOST_TOKENS = 1 << 24
+_LOOKED_AT_BY = {"tau": "exit", "min_exit": "exit", "on_miss": "exit", "prefill": "exit", "gate": "gated"}
+"""Options that are of one mode: given without a mode, they ask for it."""
 DEFAULT_GATE = 0.3
 _MOST_TAU = 1e9  # far outside what a cosine can be; NaN compares as outside, too
 
@@ -96,7 +98,8 @@ class RiverConfig:
     """The arguments of `river_offload.load`, checked.
 
     Build it with `from_options` or `from_toml`, which also read sizes, paths and the quant table as people write
-    them; the constructor takes the types below. All three raise UsageError that names the field.
+    them; the constructor takes the types below. All three raise UsageError that names the field. The first two also
+    find the mode where none is given (`mode_of`); the constructor then has the default, whatever else it is given.
     """
 
     model: str
@@ -114,7 +117,7 @@ class RiverConfig:
     """16 keeps keys and values as they are; 8 or 4 quantizes all but the recent tokens, in layers without a window."""
     kv_tier: str = "device"
     """Where keys and values rest between passes: `device`, or `host` (pinned memory of a GPU, a file of a CPU)."""
-    mode: str = "exit"
+    mode: str = "lossless"
     tau: float = 0.5
     min_exit: int = 1
     quant: QuantConfig = field(default_factory=QuantConfig)
@@ -209,6 +212,7 @@ class RiverConfig:
         """A config from values as they come from a command line, a TOML file or a caller of `load`.
 
         Sizes may be text (`8GiB`), `model` and `cache_dir` text or paths, `quant` a mapping, `also_modes` any list.
+        Without a mode, the options of one mode ask for it (`mode_of`); None of them, or as mode, is not given.
         """
         return cls._from_mapping(options)
 
@@ -239,7 +243,26 @@ class RiverConfig:
             "draft": lambda value: value if value is None else check_option("draft", value),
             "also_modes": lambda value: tuple(value) if isinstance(value, list) else value,
         }
-        return cls(**{name: readers[name](value) if name in readers else value for name, value in options.items()})
+        named = {name: readers[name](value) if name in readers else value for name, value in options.items()}
+        given = {name: value for name, value in named.items() if value is not None or name not in _LOOKED_AT_BY}
+        return cls(**given | {"mode": mode_of(given)})
+
+
+def mode_of(given: Mapping[str, Any]) -> Any:
+    """The mode that is given, else the one that the other options ask for, else the default: `lossless`.
+
+    `tau`, `min_exit`, `on_miss`, `prefill`, and a `prefetch` that foresees exits (`predicted`, `oracle`), are of mode
+    `exit`, and `gate` is of mode `gated`. They ask for it unless `also_modes` names it, where they take effect, too.
+    What is None is not given.
+    """
+    if given.get("mode") is not None:
+        return given["mode"]
+    asked = [mode for name, mode in _LOOKED_AT_BY.items() if given.get(name) is not None]
+    if given.get("prefetch") in ("predicted", "oracle"):
+        asked.insert(0, "exit")
+    also = given.get("also_modes")
+    left = [mode for mode in asked if not isinstance(also, (list, tuple)) or mode not in also]
+    return left[0] if left else RiverConfig.mode
 
 
 def check_option(name: str, value: Any) -> Any:

@@ -163,9 +163,8 @@ class River:
 
     @property
     def draft_depth(self) -> int:
-        """Backbone layers of a drafted token: those on the device; if all are, those below the first river layer."""
-        resident, river = len(self.placement.resident_layers), self.placement.river_layers
-        return resident if resident < self.num_layers else min(river, default=self.num_layers)
+        """Backbone layers of a drafted token (see `Placement.draft_depth`)."""
+        return self.placement.draft_depth(self.num_layers)
 
     @contextlib.contextmanager
     def using(

@@ -46,9 +46,9 @@ def load(
     prefill_chunk: int | None = None,
     kv_bits: int = 16,
     kv_tier: str = "device",
-    mode: str = "exit",
-    tau: float = 0.5,
-    min_exit: int = 1,
+    mode: str | None = None,
+    tau: float | None = None,
+    min_exit: int | None = None,
     quant: QuantConfig | None = None,
     head_bits: int = 16,
     device: str = "auto",
@@ -57,8 +57,8 @@ def load(
     slots: int = 2,
     prefetch: str = "next",
     link_limit: str | int | None = None,
-    on_miss: str = "wait",
-    prefill: str = "exit",
+    on_miss: str | None = None,
+    prefill: str | None = None,
     draft: str | int | None = None,
     gate: float | None = None,
     also_modes: tuple[str, ...] = (),
@@ -79,20 +79,23 @@ def load(
         kv_bits: 16 keeps keys and values as they are; 8 or 4 quantizes those of all but the recent tokens.
         kv_tier: where they rest between passes: "device", or "host": pinned memory of a GPU, for a CPU an unnamed file
             in cache_dir that is mapped into memory. Each layer's are brought in when it runs.
-        mode: "exit", "backbone", "quantized", "lossless", "gated" or "fixed:D".
-        tau: exit threshold of mode exit (River-LLM: 0.5 for Llama, 0.7 near-lossless).
-        min_exit: the fewest backbone layers a passage runs in mode exit.
+        mode: "lossless", "exit", "backbone", "gated", "quantized" or "fixed:D". By default "lossless", the backbone's
+            own text; where one of tau, min_exit, on_miss, prefill or a prefetch of exits is given, "exit", which gives
+            that up for speed; where gate is, "gated". An option whose mode is one of also_modes changes nothing.
+        tau: exit threshold of mode exit, 0.5 by default (River-LLM: 0.5 for Llama, 0.7 near-lossless).
+        min_exit: the fewest backbone layers a passage runs in mode exit, 1 by default.
         quant: bits and group size of the river.
         head_bits: 16 leaves the LM head alone; 8 or 4 quantizes an untied one.
         device: "auto" takes a GPU if torch has one.
         dtype: "auto" computes in the checkpoint's own.
         cache_dir: where built rivers and unpacked GGUF files are kept.
         slots: device buffers that streamed layers pass through.
-        prefetch: "none", "next" (the coming layers, in order), "predicted" (those a predictor holds for likely) or
-            "oracle" (what forced depths will need).
+        prefetch: "none", "next" (the coming layers, in order), or of exits "predicted" (those layers that a predictor
+            holds for likely) and "oracle" (what forced depths will need).
         link_limit: bytes a second that streamed layers come at most ("500MB"): what a slower disk would do. CPU only.
-        on_miss: "wait" for a layer that is not there, or "exit" to the river at once (in mode exit).
-        prefill: in mode exit a prompt may "exit", or runs the whole "backbone"; "auto" goes by its length.
+        on_miss: in mode exit "wait" for a layer that is not there, as by default, or "exit" to the river at once.
+        prefill: in mode exit a prompt may "exit", as by default, or runs the whole "backbone"; "auto" goes by its
+            length.
         draft: tokens that modes lossless and gated draft on the river before the backbone checks them: "adaptive" or a
             number. By default lossless adapts and gated, whose text depends on it, takes 16.
         gate: mode gated asks the backbone about drafted tokens whose margin (top-1 minus top-2 probability) is at most

@@ -133,8 +133,9 @@ def plain_model(directory: Path, dtype: torch.dtype = torch.float32) -> PreTrain
 
 
 def load_tiny(directory: Path, **options: Any) -> Any:
-    """`river_offload.load` with options that suit a tiny model: everything resident unless `budget` says otherwise."""
-    defaults: dict[str, Any] = {"budget": "1GiB", "context": 64, "quant": QUANT, "device": "cpu"}
+    """`river_offload.load` with options that suit a tiny model: everything resident unless `budget` says otherwise, and
+    in mode exit, which has both ways through every layer."""
+    defaults: dict[str, Any] = {"mode": "exit", "budget": "1GiB", "context": 64, "quant": QUANT, "device": "cpu"}
     return river_offload.load(directory, **defaults | options)
 
 

@@ -74,7 +74,7 @@ def test_defaults() -> None:
         batch=1,
         kv_bits=16,
         kv_tier="device",
-        mode="exit",
+        mode="lossless",
         tau=0.5,
         min_exit=1,
         quant=QuantConfig(bits=4, group_size=64, axis=1),
@@ -86,6 +86,51 @@ def test_defaults() -> None:
         trust_remote_code=False,
     )
     assert RiverConfig.from_options(model="demo") == config
+
+
+@pytest.mark.parametrize(
+    ("options", "mode"),
+    [
+        ({}, "lossless"),
+        ({"tau": 0.5}, "exit"),
+        ({"min_exit": 1}, "exit"),
+        ({"on_miss": "exit"}, "exit"),
+        ({"prefill": "backbone"}, "exit"),
+        ({"prefill": "exit"}, "exit"),
+        ({"prefetch": "predicted"}, "exit"),
+        ({"prefetch": "oracle"}, "exit"),
+        ({"gate": 0.1}, "gated"),
+        ({"gate": 0.1, "draft": 4}, "gated"),
+        ({"prefetch": "none", "draft": 4}, "lossless"),
+        ({"tau": 0.5, "also_modes": ["backbone"]}, "exit"),
+        ({"tau": 0.5, "also_modes": ["exit"]}, "lossless"),
+        ({"gate": 0.1, "also_modes": ("gated",)}, "lossless"),
+        ({"gate": 0.1, "tau": 0.5, "also_modes": ("gated",)}, "exit"),
+        ({"mode": "backbone", "tau": 0.5}, "backbone"),
+        (dict.fromkeys(("mode", "tau", "min_exit", "on_miss", "prefill", "gate")), "lossless"),
+    ],
+)
+def test_without_a_mode_an_option_of_one_mode_asks_for_it(options: dict[str, object], mode: str) -> None:
+    config = RiverConfig.from_options(model="demo", **options)
+    assert config.mode == mode
+    for name, value in options.items():  # and what was given is there
+        assert value is None or getattr(config, name) == (tuple(value) if isinstance(value, list) else value)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"mode": "lossless", "prefill": "auto"}, "prefill=auto has no effect in mode lossless"),
+        ({"mode": "lossless", "on_miss": "exit"}, "on_miss=exit has no effect in mode lossless"),
+        ({"mode": "lossless", "gate": 0.5}, "gate has no effect in mode lossless"),
+        ({"tau": 0.5, "gate": 0.5}, "gate has no effect in mode exit"),
+        ({"tau": 0.5, "draft": 4}, "draft has no effect in mode exit"),
+        ({"gate": 0.5, "on_miss": "exit", "also_modes": ["exit"], "mode": "backbone"}, "gate has no effect in mode"),
+    ],
+)
+def test_options_of_two_modes_exclude_each_other(options: dict[str, object], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        RiverConfig.from_options(model="demo", **options)
 
 
 def test_options_are_read_as_people_write_them(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -162,7 +207,7 @@ def test_toml(tmp_path: Path) -> None:
     path = tmp_path / "river.toml"
     path.write_text('model = "demo"\nbudget = "200MiB"\ntau = 0.95\nalso_modes = ["backbone"]\n[quant]\nbits = 3\n')
     assert RiverConfig.from_toml(path) == RiverConfig(
-        "demo", budget=200 * 2**20, tau=0.95, also_modes=("backbone",), quant=QuantConfig(bits=3)
+        "demo", budget=200 * 2**20, mode="exit", tau=0.95, also_modes=("backbone",), quant=QuantConfig(bits=3)
     )
 
 

@@ -14,7 +14,9 @@ import pytest
 pytestmark = [pytest.mark.demo, pytest.mark.slow]
 
 BUDGET_BYTES = 200 * 1024**2
-ARGUMENTS = ["demo", "--tau", "0.95", "--budget", "200MiB", "--context", "1024"]
+ARGUMENTS = ["demo", "--budget", "200MiB", "--context", "1024"]
+DRAFTS = ["--draft", "16"]
+"""A length that no clock decides: how many tokens a check looks at shows in the last bit of its logits."""
 PROMPT = ["--prompt", "Explain why the sky is blue.", "--max-new-tokens", "64", "--json"]
 
 GROWTH = """
@@ -53,22 +55,34 @@ def run(*command: str) -> str:
 
 @pytest.fixture(scope="module")
 def first_run(river_cache: Path) -> dict[str, Any]:
-    return dict(json.loads(run("-m", "river_offload.cli", "generate", *ARGUMENTS, *PROMPT)))
+    return dict(json.loads(run("-m", "river_offload.cli", "generate", *ARGUMENTS, *DRAFTS, *PROMPT)))
 
 
 def test_it_writes_text_within_a_budget_smaller_than_itself(first_run: dict[str, Any]) -> None:
-    assert first_run["new_tokens"] == len(first_run["depths"]) == 64
+    assert (first_run["mode"], first_run["new_tokens"], first_run["num_layers"]) == ("lossless", 64, 30)
     assert "sky" in first_run["text"].lower()
     assert first_run["peak_device_bytes"] <= first_run["budget_bytes"] == BUDGET_BYTES
     assert first_run["bytes_streamed"] > 0
     assert first_run["placement"]["streamed_layers"] > 0
-    assert 1 <= first_run["mean_depth"] < first_run["num_layers"] == 30
+    # Nearly everything that is streamed is streamed for a check, and a check gives several tokens.
+    assert first_run["tokens_per_backbone_pass"] > 1 and first_run["checked_share"] == 1
+
+
+def test_mode_exit_leaves_the_backbone(first_run: dict[str, Any]) -> None:
+    early = json.loads(run("-m", "river_offload.cli", "generate", *ARGUMENTS, "--tau", "0.95", *PROMPT))
+    assert (early["mode"], early["tau"]) == ("exit", 0.95)
+    assert early["new_tokens"] == len(early["depths"]) == 64
+    assert "sky" in early["text"].lower()
+    assert early["peak_device_bytes"] <= early["budget_bytes"] == BUDGET_BYTES
+    assert early["bytes_streamed"] > 0
+    assert early["placement"]["streamed_layers"] > 0
+    assert 1 <= early["mean_depth"] < early["num_layers"] == 30
 
 
 def test_a_second_start_builds_nothing_and_says_the_same(first_run: dict[str, Any], river_cache: Path) -> None:
     built = {path: path.stat().st_mtime_ns for path in river_cache.rglob("*") if path.is_file()}
     assert any("river" in path.parts for path in built)
-    again = json.loads(run("-m", "river_offload.cli", "generate", *ARGUMENTS, *PROMPT))
+    again = json.loads(run("-m", "river_offload.cli", "generate", *ARGUMENTS, *DRAFTS, *PROMPT))
     assert again["text"] == first_run["text"]
     assert {path: path.stat().st_mtime_ns for path in river_cache.rglob("*") if path.is_file()} == built
 

@@ -39,7 +39,7 @@ def compare(options: argparse.Namespace) -> dict[str, Any]:
     if options.rounds < 1:
         raise UsageError(f"rounds is {options.rounds}: expected a whole number of at least 1")
     config = RiverConfig.from_options(
-        model=options.model, budget=options.budget, context=options.context, slots=options.slots,
+        model=options.model, mode="exit", budget=options.budget, context=options.context, slots=options.slots,
         link_limit=options.link_limit, cache_dir=options.cache_dir,
     )  # fmt: skip
     from river_offload.eval.bench import measure  # brings torch

@@ -79,7 +79,7 @@ class Rig:
 
     def load(self, model: Path, **options: Any) -> Any:
         fixed: dict[str, Any] = {"context": 512, "device": str(self.device), "cache_dir": self.folder / "cache"}
-        return river_offload.load(model, **fixed | options)
+        return river_offload.load(model, **{"mode": "exit"} | fixed | options)
 
     def budget(self, model: Path, resident: int, **options: Any) -> int:
         """The smallest budget that keeps `resident` layers on the device and streams the others."""

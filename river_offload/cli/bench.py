@@ -21,12 +21,18 @@ def bench(model: str, options: ModelOptions, asked: BenchOptions, output: Output
     """Measure the machine, then the model on it: random tokens in, no tokenizer needed."""
     terminal = Terminal(quiet=output.quiet)
     with boundary(terminal):
+        options = asked.applied_to(options)
         options.check(depths_forced=asked.depths is not None)
         asked.check(options)
         output.check()
         require_stdout()
         config = RiverConfig.from_options(model=model, **options.load_arguments())
         figures = _run(config, asked, output, terminal)
+        if asked.acceptance is None and _never_right(figures):
+            terminal.note(
+                "note: hardly any drafted token was right, as with random weights: --acceptance TRACE gives drafts the "
+                "luck of a trained model"
+            )
         if output.as_json:
             print_json(figures)
         else:
@@ -87,6 +93,11 @@ def lines(figures: Mapping[str, Any]) -> list[str]:
     ]
     width = max(len(name) for name, _ in rows)
     return [f"{name:<{width}}  {text}" for name, text in rows]
+
+
+def _never_right(figures: Mapping[str, Any]) -> bool:
+    checked = figures.get("tokens_per_backbone_pass") is not None
+    return checked and bool(figures["drafted"]) and figures["accepted"] < figures["drafted"] / 20
 
 
 def _drafts(figures: Mapping[str, Any]) -> str:

@@ -25,7 +25,7 @@ class PlanOptions:
     batch: Annotated[int | None, option("--batch", "B", "Machine", "Rows to plan for.", RiverConfig.batch)] = None
     mean_depth: Annotated[
         float | None,
-        option("--mean-depth", "D", "Machine", "Backbone layers of a token, for the speed in mode exit.", 3),
+        option("--mean-depth", "D", "Machine", "Backbone layers of a token, for the speed of mode exit.", 3),
     ] = None
 
     def load_arguments(self) -> dict[str, Any]:

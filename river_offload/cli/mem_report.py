@@ -59,7 +59,7 @@ def _rest(plan: Mapping[str, Any]) -> list[str]:
         f"host    {', '.join(f'{format_size(nbytes)} {name}' for name, nbytes in away.items()) or 'nothing'} · disk "
         f"{format_size(plan['disk_bytes'])} · {format_size(plan['load_peak_bytes'])} while it loads",
         f"speed   {1 / speed['simulated']:.1f} tok/s simulated on {speed['profile']}"
-        f"{' (assumed)' if speed['profile_assumed'] else ''} at a mean depth of {speed['mean_depth']:.1f}",
+        f"{' (assumed)' if speed['profile_assumed'] else ''}{_course(plan['mode'], speed)}",
     ]
     if plan["constants"]:
         shown = ", ".join(f"{name} {format_size(nbytes)}" for name, nbytes in plan["constants"].items() if nbytes)
@@ -67,6 +67,13 @@ def _rest(plan: Mapping[str, Any]) -> list[str]:
     if plan["refusal"] is not None:
         lines += refusal_lines(plan["refusal"], plan)
     return lines
+
+
+def _course(mode: str, speed: Mapping[str, Any]) -> str:
+    """What a speed is of, where the mode alone does not say it."""
+    if mode == "exit":
+        return f" at a mean depth of {speed['mean_depth']:.1f}"
+    return f" at {speed['tokens_per_check']} tokens a check of {speed['draft']} drafted" if speed["draft"] else ""
 
 
 def cache_table(plan: Mapping[str, Any]) -> Table:

@@ -13,7 +13,7 @@ import math
 import re
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
@@ -21,13 +21,15 @@ import typer
 
 from policies.types import Mode
 from river_offload.cli.help import NOTHING
-from river_offload.config import DEFAULT_GATE, QuantConfig, RiverConfig
+from river_offload.config import DEFAULT_GATE, QuantConfig, RiverConfig, mode_of
 from river_offload.errors import UsageError
 
 GENERATE_NEW_TOKENS = 256
 CHAT_NEW_TOKENS = 1024
 """What --max-new-tokens is when it is not given, or less where the context leaves less room."""
 _NEW_TOKENS = f"{GENERATE_NEW_TOKENS}, chat {CHAT_NEW_TOKENS}"
+
+_MODE_DEFAULT = f"{RiverConfig.mode}; exit where --tau is given, gated where --gate is"
 
 _MODEL = typer.Argument(
     metavar="MODEL", help="A directory of safetensors, a .gguf file, a hub id (org/name), or demo.", show_default=False
@@ -61,11 +63,11 @@ class ModelOptions:
 
     mode: Annotated[
         str | None,
-        option("--mode", "MODE", "River", "exit, backbone, lossless, gated, quantized or fixed:D.", RiverConfig.mode),
+        option("--mode", "MODE", "River", "lossless, exit, backbone, gated, quantized or fixed:D.", _MODE_DEFAULT),
     ] = None
     tau: Annotated[
         float | None,
-        option("--tau", "T", "River", "Leave the backbone when the exit signal passes this.", RiverConfig.tau),
+        option("--tau", "T", "River", "Mode exit: leave the backbone when the signal passes this.", RiverConfig.tau),
     ] = None
     draft: Annotated[
         str | None,
@@ -76,7 +78,7 @@ class ModelOptions:
     ] = None
     min_exit: Annotated[
         int | None,
-        option("--min-exit", "N", "River", "Backbone layers before the first exit.", RiverConfig.min_exit),
+        option("--min-exit", "N", "River", "Mode exit: backbone layers before the first exit.", RiverConfig.min_exit),
     ] = None
     bits: Annotated[
         int | None, option("--bits", "N", "River", "Bits of a river weight: 2, 3, 4 or 8.", QuantConfig.bits)
@@ -125,11 +127,11 @@ class ModelOptions:
     ] = None
     on_miss: Annotated[
         str | None,
-        option("--on-miss", "WHAT", "Memory", "For a layer that is not there: wait, or exit.", RiverConfig.on_miss),
+        option("--on-miss", "WHAT", "Memory", "Mode exit: for a missing layer wait, or exit.", RiverConfig.on_miss),
     ] = None
     prefill: Annotated[
         str | None,
-        option("--prefill", "HOW", "River", "A prompt may exit, runs the backbone, or auto.", RiverConfig.prefill),
+        option("--prefill", "HOW", "River", "Mode exit: a prompt may exit, or backbone, or auto.", RiverConfig.prefill),
     ] = None
     prefill_chunk: Annotated[
         int | None, option("--prefill-chunk", "N", "Memory", "Prompt tokens a layer reads at once.", "what fits best")
@@ -174,9 +176,9 @@ class ModelOptions:
         RiverConfig.from_options(model="demo", **self.load_arguments())
 
     def parsed_mode(self) -> Mode:
-        """The mode given or the default one. Raises UsageError."""
+        """The mode that is given, that the other options ask for, or the default one. Raises UsageError."""
         try:
-            return Mode.parse(RiverConfig.mode if self.mode is None else self.mode)
+            return Mode.parse(mode_of(vars(self)))
         except ValueError as error:
             raise UsageError(f"--mode: {error}") from error
 
@@ -252,6 +254,10 @@ class BenchOptions:
         int | None, option("--prompt-tokens", "N", "Bench", "Random tokens to start from.", 32)
     ] = None
     seed: Annotated[int | None, option("--seed", "S", "Bench", "Of the prompt and of drawn depths.", 0)] = None
+
+    def applied_to(self, model: ModelOptions) -> ModelOptions:
+        """The options of a load with forced exits: mode exit, where no mode is given."""
+        return replace(model, mode="exit") if self.depths is not None and model.mode is None else model
 
     def check(self, model: ModelOptions) -> None:
         """Raises UsageError for a value out of range and for options that exclude each other."""

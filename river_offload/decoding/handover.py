@@ -100,5 +100,5 @@ def _require_supported(river: River, config: GenerationConfig, kwargs: dict[str,
 def _refused(mode: str, what: str, instead: str) -> UsageError:
     return UsageError(
         f"mode {mode} does not go together with {what}: it works with {instead}. Use mode backbone for it, with "
-        "model.river.using(mode='backbone')"
+        "model.river.using(mode='backbone'), or load the model with mode='exit'"
     )

@@ -245,7 +245,7 @@ def _require_croppable(cache: Cache | None) -> None:
         found = "without a cache" if cache is None else f"with a {type(cache).__name__} that cannot give back tokens"
         raise UsageError(
             f"modes lossless and gated do not work {found} (a static cache longer than an attention window cannot): "
-            "leave the cache to this model, or use mode backbone"
+            "leave the cache to this model, or use mode='backbone' or mode='exit'"
         )
     # Windows of transformers' own caches keep what a `crop` needs only when they are told.
     if hasattr(cache, "activate_past_recording"):

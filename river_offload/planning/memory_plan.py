@@ -13,7 +13,6 @@ import torch
 
 from policies.kv_choice import KvAlternative, weigh_kinds
 from policies.profiles import HardwareProfile
-from policies.simulate import Step
 from policies.types import Mode, Placement, Refusal
 from river_offload.config import RiverConfig, check_mode, format_size
 from river_offload.errors import UsageError
@@ -24,7 +23,7 @@ from river_offload.planning.kv_kinds import kv_needs
 from river_offload.planning.model_facts import ModelFacts, find_model
 from river_offload.planning.remedies import Remedies, find_remedies
 from river_offload.planning.sizes import Weighed, weigh, weigh_within
-from river_offload.planning.speed import Speed, estimate_speed, expected_depths, head_seconds
+from river_offload.planning.speed import Speed, check_mean_depth, estimate_speed, expected_course, head_seconds
 from river_offload.progress import Progress, Silent
 from river_offload.quant.kernels import ordered
 from river_offload.quant.kernels.dense import Blocks
@@ -162,6 +161,7 @@ def plan_memory(
     Raises UsageError for an option that cannot take effect, CheckpointError for a model that cannot be had. A model
     that does not fit is no error here: the plan says what would.
     """
+    check_mean_depth(Mode.parse(config.mode), mean_depth)
     device_type = _device_type(config, profile)
     facts = find_model(config, progress or Silent())
     return plan_for(facts, device_type=device_type, profile=profile, mean_depth=mean_depth)
@@ -222,13 +222,12 @@ def _kv_alternatives(
         rest_states=weighed.rest_states,
         trust_remote_code=config.trust_remote_code,
     )
-    depths = expected_depths(modes[0], config.min_exit, facts.structure.num_layers, mean_depth)
     return tuple(
         weigh_kinds(
             weighed.sizes,
             needs,
             profile,
-            [Step(depth, known=modes[0].kind != "exit") for depth in depths],
+            expected_course(modes[0], config, facts.structure.num_layers, mean_depth),
             mode=modes[0],
             also_modes=modes[1:],
             min_exit=config.min_exit,

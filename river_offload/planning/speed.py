@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from policies.course import Course, in_rounds, one_by_one
 from policies.depths import GeometricDepths
+from policies.drafting import TYPICAL_TOKENS_A_CHECK
 from policies.kv_choice import KvNeeds, bringing_seconds, reading_seconds
 from policies.prefetch import KINDS
 from policies.prefill import typical_profile
 from policies.profiles import HardwareProfile, LinkTier, load_profile, setup_on
-from policies.simulate import Setup, Step, simulate
+from policies.simulate import Setup, simulate
 from policies.types import Mode, ModelSizes, Placement
 from river_offload.config import RiverConfig
 from river_offload.errors import UsageError
@@ -19,7 +21,8 @@ from river_offload.planning.sizes import Weighed
 
 PAPER_MEAN_DEPTH = 3.0
 """Backbone layers of a token on Llama-3.1-8B at tau 0.5 (River-LLM, arXiv 2604.18396)."""
-_TOKENS = 128
+_TOKENS, _ROUNDS = 128, 8
+"""Replayed: of one passage each, or rounds of drafts and a check."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +34,9 @@ class Speed:
     assumed: bool
     """Nobody named the machine."""
     mean_depth: float
+    """Backbone layers that are run a token, in drafts and checks, too."""
+    draft: int | None
+    """Tokens that are drafted before each check, which gives TYPICAL_TOKENS_A_CHECK; None where nothing is checked."""
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -38,6 +44,8 @@ class Speed:
             "profile": self.profile,
             "profile_assumed": self.assumed,
             "mean_depth": self.mean_depth,
+            "draft": self.draft,
+            "tokens_per_check": None if self.draft is None else TYPICAL_TOKENS_A_CHECK,
         }
 
 
@@ -50,35 +58,55 @@ def estimate_speed(
     profile: HardwareProfile | None,
     mean_depth: float | None,
 ) -> Speed:
-    """Replay tokens whose depths are spread as a river's are. Raises UsageError for a mean that cannot be."""
+    """Replay what `expected_course` says. Raises UsageError for a mean depth that cannot be, or cannot take effect."""
     machine = profile or load_profile(typical_profile(device_type))
-    depths = expected_depths(placement.mode, placement.min_exit, weighed.sizes.num_layers, mean_depth)
+    course = expected_course(placement.mode, config, weighed.sizes.num_layers, mean_depth)(placement)
     cache, tier = _cache(weighed.sizes, config), _tier(device_type)
     setup = _setup(weighed, placement, held_layers, device_type, config, machine)
     if not placement.kv_ahead:
         setup = replace(setup, passage_s=setup.passage_s + bringing_seconds(cache, machine, tier))
     kind = next(kind for kind in KINDS if kind == config.prefetch)
-    steps = [Step(depth, known=placement.mode.kind != "exit") for depth in depths]
     on_miss: Literal["wait", "exit"] = "exit" if config.on_miss == "exit" else "wait"
-    result = simulate(steps, setup, kind, on_miss=on_miss)
-    seconds = result.seconds / _TOKENS
+    result = simulate(course.steps, setup, kind, on_miss=on_miss)
+    passages = len(course.steps)
+    passage_s = result.seconds / passages
     if placement.kv_ahead:
-        weights_s = result.bytes_moved / _TOKENS / setup.link_bytes_per_s
-        seconds += bringing_seconds(cache, machine, tier, ahead=True, beside_s=seconds, weights_s=weights_s)
-    return Speed(seconds, machine.name, profile is None, sum(depths) / len(depths))
+        weights_s = result.bytes_moved / passages / setup.link_bytes_per_s
+        passage_s += bringing_seconds(cache, machine, tier, ahead=True, beside_s=passage_s, weights_s=weights_s)
+    seconds = passage_s * passages / course.tokens
+    return Speed(seconds, machine.name, profile is None, course.mean_depth, course.draft)
 
 
-def expected_depths(mode: Mode, min_exit: int, num_layers: int, mean_depth: float | None) -> Sequence[int]:
-    """Depths of generated tokens: what the mode fixes, or spread around `mean_depth`, the paper's where that is None.
+def expected_course(
+    mode: Mode, config: RiverConfig, num_layers: int, mean_depth: float | None
+) -> Callable[[Placement], Course]:
+    """What a generation would run, as soon as it is known which layers are resident.
+
+    Passages of the depth that the mode fixes; of depths spread around `mean_depth`, the paper's where that is None, in
+    mode exit; or rounds of drafts and a check, for mode gated too, which keeps more of them.
 
     Raises UsageError for a mean that cannot be, or cannot take effect.
     """
-    if mode.drafts and mean_depth is not None:
-        raise UsageError(f"mean_depth has no effect in mode {mode}: drafting is not simulated, only its checks are")
+    check_mean_depth(mode, mean_depth)
+    if mode.kind == "gated" and config.gate == 0:  # no checks
+        return lambda placement: one_by_one((placement.draft_depth(num_layers),) * _TOKENS, known=True)
+    if mode.drafts:
+        return lambda placement: in_rounds(_ROUNDS, placement.draft_depth(num_layers), num_layers)
     if mode.kind != "exit":
-        if mean_depth is not None:
-            raise UsageError(f"mean_depth has no effect in mode {mode}, which fixes the depth of every token")
-        return (len(mode.backbone_layers(num_layers)),) * _TOKENS
+        depth = len(mode.backbone_layers(num_layers))
+        return lambda _: one_by_one((depth,) * _TOKENS, known=True)
+    depths = _exits(config.min_exit, num_layers, mean_depth)
+    return lambda _: one_by_one(depths, known=False)
+
+
+def check_mean_depth(mode: Mode, mean_depth: float | None) -> None:
+    """Raises UsageError for a mean depth that cannot take effect."""
+    if mode.kind != "exit" and mean_depth is not None:
+        raise UsageError(f"mean_depth has no effect in mode {mode}: leave it out, or plan for mode exit")
+
+
+def _exits(min_exit: int, num_layers: int, mean_depth: float | None) -> Sequence[int]:
+    """Depths of tokens in mode exit, spread as a river's are."""
     if mean_depth is None:
         mean_depth = min(max(PAPER_MEAN_DEPTH, min_exit), num_layers)
     try:

@@ -135,7 +135,7 @@ class StubModel:
             "tokens_per_s": 23.06,
             "placement": {
                 "resident_layers": (0, 1), "streamed_layers": (2, 3), "slots": 2, "embed_tier": "device",
-                "prefill_chunk": 512, "more": 1,
+                "prefill_chunk": 512, "states_tier": "device", "more": 1,
             },
         }  # fmt: skip
 

@@ -75,6 +75,25 @@ def test_drafts_are_accepted_as_in_a_trace(mode, runner, command, accepted):
     assert f"1.67 tokens a backbone pass · 4 drafted, 2 accepted by {accepted}" in done.stdout
 
 
+@pytest.mark.parametrize(("right", "noted"), [(0, True), (1, True), (2, False), (20, False)])
+def test_drafts_that_are_hardly_ever_right_are_remarked_on(right, noted, runner, command, accepted, monkeypatch):
+    drafts = {"drafted": 40, "accepted": right, "tokens_per_backbone_pass": 1 + right / 20}
+    monkeypatch.setattr(measuring, "bench", lambda *_, **__: FIGURES | drafts)
+    done = runner.invoke(app, command)
+    assert done.exit_code == 0, done.output
+    assert ("as with random weights: --acceptance TRACE" in " ".join(done.stderr.split())) == noted
+    assert runner.invoke(app, [*command, "--quiet"]).stderr == ""
+    assert runner.invoke(app, [*command, "--acceptance", accepted]).stderr == ""
+
+
+def test_the_default_mode_of_a_bench_drafts_and_forced_depths_do_not(runner, command):
+    for options, mode in (([], "lossless"), (["--depths", "fixed:2"], "exit"), (["--tau", "-1"], "exit")):
+        done = runner.invoke(app, [*command, *options, "--json"])
+        assert done.exit_code == 0, done.output
+        answer = json.loads(done.stdout)
+        assert (answer["config"]["mode"], answer["drafted"] > 0) == (mode, mode == "lossless")
+
+
 def test_a_trace_without_checks_is_no_acceptance(runner, command, tmp_path):
     path = tmp_path / "exits.jsonl"
     Trace(5, {}, [PassageRecord(0, 1, 1, 4, "decode", "exit", 5, [], 0.0, 0, 1.0)]).write_jsonl(path)
@@ -83,16 +102,18 @@ def test_a_trace_without_checks_is_no_acceptance(runner, command, tmp_path):
     assert "no drafted token was checked in mode lossless: the trace has 1 passages of mode exit" in done.stderr
 
 
+FIGURES = {
+    "ceilings": {"memory_read_bytes_per_s": 3e10, "link_bytes_per_s": None, "link": None},
+    "config": {"model": "m", "mode": "exit", "device": "cpu", "dtype": "bfloat16", "resident_layers": 4,
+               "streamed_layers": 0, "slots": 0, "slot_bytes": 0, "num_layers": 4},
+    "depths": {"mean": 3.0, "full_share": 0.0}, "tokens_per_s": 2.0, "tokens": 4, "link_over_ceiling": None,
+    "seconds": {"run": 2.0}, "token_s": {"median": 0.5, "max": 0.6}, "peak_device_bytes": 2**20,
+    "budget_bytes": 2**21,
+}  # fmt: skip
+
+
 def test_a_run_that_streams_nothing_says_so():
-    figures = {
-        "ceilings": {"memory_read_bytes_per_s": 3e10, "link_bytes_per_s": None, "link": None},
-        "config": {"model": "m", "mode": "exit", "device": "cpu", "dtype": "bfloat16", "resident_layers": 4,
-                   "streamed_layers": 0, "slots": 0, "slot_bytes": 0, "num_layers": 4},
-        "depths": {"mean": 3.0, "full_share": 0.0}, "tokens_per_s": 2.0, "tokens": 4, "link_over_ceiling": None,
-        "seconds": {"run": 2.0}, "token_s": {"median": 0.5, "max": 0.6}, "peak_device_bytes": 2**20,
-        "budget_bytes": 2**21,
-    }  # fmt: skip
-    assert lines(figures) == [
+    assert lines(FIGURES) == [
         "model         m · mode exit · cpu bfloat16",
         "layers        4 resident, none streamed",
         "memory reads  at most 30.00 GB/s",
@@ -115,9 +136,11 @@ def test_a_run_that_streams_nothing_says_so():
         (["--depths", "fixed:3", "--mode", "backbone"], "--depths has no effect in mode backbone"),
         (["--depths", "fixed:3", "--tau", "0.7"], "--tau has no effect with --depths"),
         (["--depths", "fixed:9"], "passage 0 is to leave after 9 layers: expected 1..5"),
-        (["--acceptance", "t.jsonl"], "--acceptance has no effect in mode exit: nothing is checked there"),
+        (["--acceptance", "t", "--mode", "exit"], "--acceptance has no effect in mode exit: nothing is checked there"),
+        (["--acceptance", "t", "--depths", "fixed:3"], "--acceptance has no effect in mode exit"),
+        (["--gate", "0.5", "--depths", "fixed:3"], "gate has no effect in mode exit"),
         (["--acceptance", "t", "--mode", "gated", "--gate", "0"], "--acceptance has no effect with --gate 0"),
-        (["--acceptance", "absent.jsonl", "--mode", "lossless"], "absent.jsonl cannot be read"),
+        (["--acceptance", "absent.jsonl"], "absent.jsonl cannot be read"),
         (["--tokens", "100"], "do not fit a context of 64"),
     ],
 )

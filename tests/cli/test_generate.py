@@ -32,7 +32,7 @@ def test_text_on_stdout_and_the_account_on_stderr(stub, runner):
 
 
 def test_json_is_one_object_with_the_promised_fields(stub, runner):
-    done = runner.invoke(app, ["generate", "demo", "--prompt", "Why?", "--json"])
+    done = runner.invoke(app, ["generate", "demo", "--prompt", "Why?", "--json", "--mode", "exit"])
     assert done.exit_code == 0, done.output
     answer = json.loads(done.stdout)
     assert list(answer) == FIELDS
@@ -40,7 +40,7 @@ def test_json_is_one_object_with_the_promised_fields(stub, runner):
     assert answer["seconds"] == {"load": 1.5, "prefill": 0.5, "decode": None}
     assert answer["placement"] == {
         "resident_layers": [0, 1], "streamed_layers": [2, 3], "slots": 2, "embed_tier": "device",
-        "prefill_chunk": 512,
+        "prefill_chunk": 512, "states_tier": "device",
     }  # fmt: skip
     assert (answer["mode"], answer["tau"]) == ("exit", 0.5)
 
@@ -70,11 +70,14 @@ def test_a_mode_that_drafts_says_how_many_tokens_a_pass_gave(stub, runner):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--draft", "8"], "draft has no effect in mode exit"),
+        (["--mode", "exit", "--draft", "8"], "draft has no effect in mode exit"),
+        (["--tau", "0.5", "--draft", "8"], "draft has no effect in mode exit"),
+        (["--tau", "0.5", "--gate", "0.5"], "gate has no effect in mode exit"),
         (["--mode", "lossless", "--gate", "0.5"], "gate has no effect in mode lossless"),
         (["--mode", "gated", "--gate", "2"], "gate is 2.0: expected a probability from 0 to 1"),
         (["--mode", "lossless", "--draft", "0"], "unknown draft '0': expected adaptive or a number of tokens"),
         (["--mode", "lossless", "--tau", "0.5"], "--tau has no effect in mode lossless"),
+        (["--gate", "0.5", "--mode", "lossless", "--min-exit", "2"], "--min-exit has no effect in mode lossless"),
     ],
 )
 def test_drafting_options_that_cannot_take_effect_are_refused(options, said, stub, runner):
@@ -82,6 +85,27 @@ def test_drafting_options_that_cannot_take_effect_are_refused(options, said, stu
     assert done.exit_code == 2
     assert said in " ".join(done.stderr.split())
     assert not stub.loads
+
+
+@pytest.mark.parametrize(
+    ("options", "mode"),
+    [
+        ([], "lossless"),
+        (["--draft", "8"], "lossless"),
+        (["--tau", "0.95"], "exit"),
+        (["--min-exit", "2"], "exit"),
+        (["--prefill", "auto"], "exit"),
+        (["--on-miss", "exit"], "exit"),
+        (["--prefetch", "predicted"], "exit"),
+        (["--gate", "0.5"], "gated"),
+        (["--mode", "backbone"], "backbone"),
+    ],
+)
+def test_without_a_mode_it_is_lossless_or_that_of_the_options(options, mode, stub, runner):
+    done = runner.invoke(app, ["generate", "demo", "--prompt", "Why?", "--json", *options])
+    assert done.exit_code == 0, done.output
+    assert json.loads(done.stdout)["mode"] == mode
+    assert stub.loads[0].get("mode", "not named") == (mode if "--mode" in options else "not named")
 
 
 def test_quiet_leaves_stderr_empty(stub, runner):

@@ -116,7 +116,7 @@ def test_a_trace_is_replayed_passage_by_passage() -> None:
 
 def config_for(directory: Path, resident: int, **options: Any) -> RiverConfig:
     budget = budget_for(directory, resident, **options)
-    fields = {"context": 64, "quant": QUANT, "device": "cpu"} | options
+    fields = {"mode": "exit", "context": 64, "quant": QUANT, "device": "cpu"} | options
     return RiverConfig.from_options(model=directory, budget=budget, **fields)
 
 

@@ -41,7 +41,7 @@ def paced() -> Pace:
 
 def circumstances(**changes: Any) -> Circumstances:
     placement = Placement(Mode("exit"), 1, (0,), (1, 2, 3), (1, 2, 3), 2, LAYER_BYTES, "device", 0)
-    config = RiverConfig.from_options(model="m", prefetch=changes.pop("prefetch", "next"))
+    config = RiverConfig.from_options(model="m", mode="exit", prefetch=changes.pop("prefetch", "next"))
     return Circumstances(config, placement, LAYERS, LAYER_BYTES, 1000.0, True, paced())
 
 

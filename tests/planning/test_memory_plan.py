@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import resource
 import subprocess
@@ -9,8 +10,12 @@ import sys
 from dataclasses import replace
 
 import pytest
+from rich.console import Console
 
+from policies.drafting import TYPICAL_DRAFT, TYPICAL_TOKENS_A_CHECK
+from river_offload.cli.mem_report import plan_report
 from river_offload.config import QuantConfig, RiverConfig
+from river_offload.errors import UsageError
 from river_offload.memory.categories import CATEGORIES
 from river_offload.planning.memory_plan import MemoryPlan, plan_memory
 from river_offload.planning.shapes import builtin_names
@@ -55,6 +60,54 @@ def test_every_built_in_shape_can_be_planned(model: str) -> None:
     assert plan.peak_device_bytes == sum(plan.categories.values()) <= plan.budget_bytes
     assert json.loads(json.dumps(plan.as_json()))["peak_device_bytes"] == plan.peak_device_bytes
     assert plan.speed.seconds > 0
+
+
+def test_the_speed_of_a_mode_that_drafts_is_that_of_rounds() -> None:
+    """A draft is a token that leaves after the resident layers, a check nearly a token of the backbone."""
+    options = {"model": "llama-3.2-1b", "context": 1024, "budget": "1800MiB"}
+    plan, gated = plan_of(**options), plan_of(mode="gated", **options)
+    assert plan.fits and plan.placement.streamed_layers and plan.placement.resident_layers
+    resident, layers = len(plan.placement.resident_layers), plan.facts.structure.num_layers
+    draft, backbone = plan_of(mode=f"fixed:{resident}", **options).speed, plan_of(mode="backbone", **options).speed
+    assert not (draft.draft or backbone.draft)
+    round_s = plan.speed.seconds * TYPICAL_TOKENS_A_CHECK
+    assert 0.5 * backbone.seconds < round_s - TYPICAL_DRAFT * draft.seconds < 1.5 * backbone.seconds
+    assert plan.speed.seconds < 0.5 * backbone.seconds
+    assert gated.placement.resident_layers == plan.placement.resident_layers and gated.speed == plan.speed
+    found = plan.as_json()
+    speed = found["seconds_per_token"]
+    assert (found["mode"], speed["draft"], speed["tokens_per_check"]) == ("lossless", 16, 8.2)
+    assert speed["mean_depth"] == pytest.approx((TYPICAL_DRAFT * resident + layers) / TYPICAL_TOKENS_A_CHECK)
+    speed = plan_of(mode="gated", gate=0.0, **options).as_json()["seconds_per_token"]  # no checks
+    assert (speed["draft"], speed["tokens_per_check"], speed["mean_depth"]) == (None, None, resident)
+    assert speed["simulated"] == pytest.approx(draft.seconds, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("mode", "said"),
+    [
+        ("lossless", "(assumed) at 8.2 tokens a check of 16 drafted"),
+        ("exit", "(assumed) at a mean depth of 3.0"),
+        ("backbone", "(assumed)"),
+    ],
+)
+def test_the_line_of_the_speed_says_what_is_assumed(mode: str, said: str) -> None:
+    console = Console(record=True, width=200, file=io.StringIO())
+    plan_report(plan_of("llama-3.2-1b", mode=mode, context=1024).as_json(), console)
+    (line,) = (line for line in console.export_text().splitlines() if line.startswith("speed"))
+    assert line.rstrip().endswith(said)
+
+
+@pytest.mark.parametrize("mode", [None, "gated", "backbone", "fixed:2"])
+def test_a_mean_depth_is_of_mode_exit(mode: str | None) -> None:
+    config = RiverConfig.from_options(model="llama-3.2-1b", budget="8GiB", device="cpu", mode=mode)
+    with pytest.raises(UsageError, match=f"mean_depth has no effect in mode {mode or 'lossless'}: .* mode exit"):
+        plan_memory(config, mean_depth=4.0)
+
+
+def test_a_mean_depth_spreads_the_depths_of_mode_exit() -> None:
+    config = RiverConfig.from_options(model="llama-3.2-1b", budget="8GiB", device="cpu", mode="exit")
+    assert plan_memory(config, mean_depth=4.0).speed.mean_depth == pytest.approx(4.0, rel=0.1)
 
 
 def test_what_a_refusal_says_would_fit_fits() -> None:

@@ -31,7 +31,7 @@ LONG = {"vocab_size": 20_000, "max_position_embeddings": 4096}
 
 def config_of(directory: Path, **options: Any) -> RiverConfig:
     return RiverConfig.from_options(
-        **{"model": str(directory), "quant": QUANT, "device": "cpu", "budget": 1 << 30} | options
+        **{"model": str(directory), "mode": "exit", "quant": QUANT, "device": "cpu", "budget": 1 << 30} | options
     )
 
 

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+from policies.course import Course, one_by_one
 from policies.kv_choice import KvNeeds, bringing_seconds, reading_seconds, weigh_kinds
 from policies.profiles import load_profile
-from policies.simulate import Step
 from policies.types import Mode, ModelSizes, Placement, Refusal
 
 CARD = load_profile("rtx-4060-8gb")
@@ -32,11 +32,14 @@ KINDS = [
     KvNeeds(16, "host", FULL // LAYERS, FULL, MB, FULL),
     KvNeeds(4, "host", FULL // LAYERS, FULL // 4, 2 * MB, FULL),
 ]
-STEPS = [Step(depth=LAYERS)] * 5
+
+
+def whole(_: Placement) -> Course:
+    return one_by_one([LAYERS] * 5, known=False)
 
 
 def weighed(budget_bytes: int, kinds: list[KvNeeds] = KINDS, mode: str = "backbone") -> list[tuple[int, str]]:
-    found = weigh_kinds(SIZES, kinds, CARD, STEPS, mode=Mode.parse(mode), min_exit=1, budget_bytes=budget_bytes)
+    found = weigh_kinds(SIZES, kinds, CARD, whole, mode=Mode.parse(mode), min_exit=1, budget_bytes=budget_bytes)
     return [(each.needs.bits, each.needs.tier) for each in found]
 
 
@@ -51,7 +54,7 @@ def test_short_of_room_fewer_bits_pay_for_layers_that_need_not_be_streamed() -> 
 
 
 def test_what_does_not_fit_comes_last_and_says_what_it_would_need() -> None:
-    found = weigh_kinds(SIZES, KINDS, CARD, STEPS, mode=Mode("backbone"), min_exit=1, budget_bytes=1_100 * MB)
+    found = weigh_kinds(SIZES, KINDS, CARD, whole, mode=Mode("backbone"), min_exit=1, budget_bytes=1_100 * MB)
     fits = [isinstance(each.placement, Placement) for each in found]
     assert fits == sorted(fits, reverse=True) and True in fits and False in fits
     refused = [each for each in found if isinstance(each.placement, Refusal)]
@@ -60,7 +63,7 @@ def test_what_does_not_fit_comes_last_and_says_what_it_would_need() -> None:
 
 
 def test_each_alternative_is_placed_with_its_own_bytes() -> None:
-    found = weigh_kinds(SIZES, KINDS, CARD, STEPS, mode=Mode("exit"), min_exit=1, budget_bytes=9_000 * MB)
+    found = weigh_kinds(SIZES, KINDS, CARD, whole, mode=Mode("exit"), min_exit=1, budget_bytes=9_000 * MB)
     for each in found:
         assert isinstance(each.placement, Placement)
         assert each.placement.terms["kv"] == each.needs.kv_bytes
@@ -70,7 +73,7 @@ def test_each_alternative_is_placed_with_its_own_bytes() -> None:
 
 
 def test_more_resident_layers_never_cost_more() -> None:
-    found = weigh_kinds(SIZES, KINDS, CARD, STEPS, mode=Mode("backbone"), min_exit=1, budget_bytes=3_600 * MB)
+    found = weigh_kinds(SIZES, KINDS, CARD, whole, mode=Mode("backbone"), min_exit=1, budget_bytes=3_600 * MB)
     by_residents = sorted(found, key=lambda each: len(each.placement.resident_layers))  # type: ignore[union-attr]
     layers_s = [each.layers_s for each in by_residents]
     assert layers_s == sorted(layers_s, reverse=True) and len(set(layers_s)) > 1
@@ -106,7 +109,7 @@ def test_the_second_room_is_placed_and_makes_a_cache_on_the_host_faster() -> Non
     plain, roomy = KINDS[3], replace(KINDS[3], room_bytes=FULL // LAYERS)
     found = {}
     for needs in (plain, roomy):
-        (one,) = weigh_kinds(SIZES, [needs], CARD, STEPS, mode=Mode("backbone"), min_exit=1, budget_bytes=3_750 * MB)
+        (one,) = weigh_kinds(SIZES, [needs], CARD, whole, mode=Mode("backbone"), min_exit=1, budget_bytes=3_750 * MB)
         assert isinstance(one.placement, Placement) and one.seconds_per_token is not None
         assert one.placement.kv_ahead == (needs is roomy)
         assert one.placement.terms["kv"] == needs.kv_bytes + needs.room_bytes
