@@ -33,6 +33,8 @@ _EDGES = (0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 0.9, 0.97, 0.995)
 """Margins are told apart by these: between two of them one figure holds for how often the backbone agrees."""
 _PRIOR_TOKENS = 8.0
 """What is believed beforehand of a margin weighs as much as so many observed tokens."""
+_TRIED_AGAIN = 16
+"""Checks without a draft after which one is tried."""
 _NEWEST = 0.1
 """Weight of the newest measurement of a duration."""
 _REMEMBERED_CHECKS = 64
@@ -84,12 +86,16 @@ class Adaptive:
         self.check = CheckCost()
         self.draft_s: float | None = None
         self._tokens = self._seconds = 0.0
+        self._undrafted = 0
+        """Checks in a row of no drafts at all."""
 
     def goes_on(self, margins: Sequence[float]) -> bool:
-        if not margins or len(margins) >= self.most:
-            return not margins  # one at least, or it would never learn that drafts have become better
+        if len(margins) >= self.most:
+            return False
         if self.draft_s is None or not self._seconds:
             return len(margins) < FIRST_DRAFTED
+        if not margins:  # one now and then, or it would never learn that drafts have become better
+            return self._undrafted >= _TRIED_AGAIN or self._drafts_pay(self.draft_s)
         counts = self.agreement.mean
         for margin in margins:
             counts *= self.agreement.of(margin)
@@ -100,12 +106,24 @@ class Adaptive:
         self.draft_s = _average(self.draft_s, seconds)
 
     def checked(self, margins: Sequence[float], accepted: int, seconds: float) -> None:
+        self._undrafted = 0 if margins else self._undrafted + 1
         self.agreement.observe(margins, accepted)
         self.check.observe(len(margins) + 1, seconds)
         kept = 1 - 1 / _REMEMBERED_CHECKS
         block_s = self.check.of(len(margins) + 1) + len(margins) * (self.draft_s or 0.0)
         self._tokens = kept * self._tokens + accepted + 1
         self._seconds = kept * self._seconds + block_s
+
+    def _drafts_pay(self, draft_s: float) -> bool:
+        """Is there a length that beats the backbone token by token? Not where all of it is on the device and a draft
+        costs about as much as a pass of its own."""
+        alone, counts, tokens = 1 / max(self.check.of(1), 1e-9), 1.0, 1.0
+        for length in range(1, self.most + 1):
+            counts *= self.agreement.mean
+            tokens += counts
+            if tokens > alone * (length * draft_s + self.check.of(length + 1)):
+                return True
+        return False
 
     def __str__(self) -> str:
         return "adaptive"

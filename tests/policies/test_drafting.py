@@ -57,6 +57,15 @@ def test_the_adaptive_length_reaches_the_best_fixed_one_untold(link: str) -> Non
     assert replay(Adaptive(), chain, CHECK_S[link]) >= max(fixed.values())
 
 
+@pytest.mark.parametrize("check_s", [0.7, 1.2])
+def test_where_a_draft_costs_a_check_it_is_left_out(check_s: float) -> None:
+    """All is on the device, and Python takes longer than any layer: the backbone alone is the quickest."""
+    chain, costs = recorded(), (check_s, 0.2)
+    alone = 1 / check_s
+    assert max(replay(FixedLength(length), chain, costs) for length in LENGTHS) < alone
+    assert replay(Adaptive(), chain, costs) > 0.93 * alone
+
+
 def test_the_two_links_want_different_lengths() -> None:
     """Or the test above would not tell an adaptive length from a lucky one."""
     chain = recorded()
@@ -82,8 +91,8 @@ def test_drafts_grow_while_all_is_right_and_shrink_when_it_is_not() -> None:
     assert next(blocks(policy, 0.99)) == FIRST_DRAFTED
     *_, grown = blocks(policy, 0.99)
     assert grown == MOST_DRAFTED
-    *_, shrunk = blocks(policy, 0.99, right=0, count=200)
-    assert 1 <= shrunk <= 2  # not 0, or it would never learn of better days
+    shrunk = [*blocks(policy, 0.99, right=0, count=200)][-40:]
+    assert max(shrunk) <= 2 and sum(shrunk) >= 2  # one now and then, or it would never learn of better days
     *_, grown = blocks(policy, 0.99, count=300)
     assert grown == MOST_DRAFTED
 
