@@ -198,9 +198,7 @@ def _layer_kv_bytes(layer: Any, before: dict[str, Any]) -> int:
     return storage_bytes([*device_tensors(layer), *mark_tensors(before)])
 
 
-def _steps(
-    context: int, prefill_chunk: int | None, *, growing: bool, resting: bool = False
-) -> list[tuple[int, int]]:
+def _steps(context: int, prefill_chunk: int | None, *, growing: bool, resting: bool = False) -> list[tuple[int, int]]:
     """(cached, new) tokens: a second turn as long as the first, a prompt that fills the context, a token after it; and
     the longest prompt that is a single chunk.
 
