@@ -28,7 +28,7 @@ def place(budget_bytes: int, asked: list[int | None], context: int = 4096, state
             streamed_layers=tuple(range(resident, LAYERS)), river_layers=(), slots=0,
             embed_tier="device", budget_bytes=budget_bytes, prefill_chunk=chunk, slot_bytes=LAYER_BYTES,
             states_host_bytes=states_bytes if rest_states else 0,
-            terms={"all": resident * LAYER_BYTES + transient_bytes},
+            terms={"layers": resident * LAYER_BYTES, "transient": transient_bytes},
         )  # fmt: skip
 
     return placed
@@ -85,8 +85,13 @@ def test_a_refusal_is_that_of_the_cheapest_chunk() -> None:
     assert isinstance(accepted, Placement)
 
 
-def test_more_budget_never_keeps_fewer_layers_at_full_speed() -> None:
-    placed = [place_with_chunk(place(budget_bytes, []), 4096, 0) for budget_bytes in range(64, 14_000, 97)]
+@pytest.mark.parametrize("states_bytes", [0, 300, 700])
+def test_more_budget_never_keeps_fewer_layers_at_full_speed(states_bytes: int) -> None:
+    """A longer chunk that takes the room of the states, too, is no better than they are."""
+    placed = [
+        place_with_chunk(place(budget_bytes, [], states_bytes=states_bytes), 4096, states_bytes)
+        for budget_bytes in range(64, 16_000, 97)
+    ]
     resident = [len(p.resident_layers) for p in placed if isinstance(p, Placement) and (p.prefill_chunk or 512) >= 512]
     assert resident == sorted(resident)
     assert resident[-1] == LAYERS
