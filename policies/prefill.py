@@ -82,7 +82,14 @@ def _would_gain(placement: Placement, states_bytes: int, chunk: int) -> bool:
     freed_bytes = states_bytes if placement.prefill_chunk == chunk else placement.terms.get("transient", 0)
     room_bytes = placement.budget_bytes - placement.planned_bytes + freed_bytes
     waits = placement.kv_host_bytes > 0 and not placement.kv_ahead
-    return waits or (bool(placement.streamed_layers) and room_bytes >= placement.slot_bytes)
+    return waits or (bool(placement.streamed_layers) and room_bytes >= _least_room(placement))
+
+
+def _least_room(placement: Placement) -> int:
+    """What another resident layer takes at least. It may need no river layer; with the last of them the slots go."""
+    terms, streamed = placement.terms, len(placement.streamed_layers)
+    layer_bytes = placement.slot_bytes - terms.get("river", 0) // max(len(placement.river_layers), 1)
+    return min(layer_bytes, streamed * layer_bytes - terms.get("slots", 0) - terms.get("staging", 0))
 
 
 def _has_room(quick: Placement, chunk: int) -> bool:
@@ -91,9 +98,10 @@ def _has_room(quick: Placement, chunk: int) -> bool:
     return quick.budget_bytes - quick.planned_bytes >= growth / 4
 
 
-def _worth(placement: Placement) -> tuple[bool, int, bool]:
-    """A room for the cache costs resident layers only where it is worth more than they are (`policies.placement`)."""
-    return placement.kv_ahead, len(placement.resident_layers), placement.embed_tier == "device"
+def _worth(placement: Placement) -> tuple[int, bool, int, bool]:
+    """Above all the less to wait for, as in `policies.placement`: a room for the cache hides some of it."""
+    resident = len(placement.resident_layers)
+    return -placement.waited_bytes, placement.kv_ahead, resident, placement.embed_tier == "device"
 
 
 def _lacks_nothing(placement: Placement) -> bool:
