@@ -50,7 +50,7 @@ def place(
     candidates = list(_candidates(sizes, (mode, *also_modes), min_exit, budget_bytes, slots))
     fitting = [candidate for candidate in candidates if candidate.planned_bytes <= budget_bytes]
     if fitting:
-        best = _with_or_without_a_room(fitting, sizes)
+        best = _with_or_without_a_room(fitting)
         return replace(best, prefill_chunk=prefill_chunk)
     smallest = _cheapest(candidates)
     return Refusal(
@@ -110,6 +110,7 @@ def _candidates(
                 kv_host_bytes=sizes.kv_host_bytes,
                 states_host_bytes=sizes.states_host_bytes,
                 kv_ahead=ahead,
+                waited_bytes=sum(sizes.backbone_bytes[layer] for layer in streamed) - ahead * _hidden_bytes(sizes),
                 terms={
                     "backbone": sum(sizes.backbone_bytes[:resident_count]),
                     "slots": slot_count * slot_bytes,
@@ -127,17 +128,12 @@ def _candidates(
             )
 
 
-def _with_or_without_a_room(fitting: Sequence[Placement], sizes: ModelSizes) -> Placement:
+def _with_or_without_a_room(fitting: Sequence[Placement]) -> Placement:
     """The first with a second room or the first without, whichever leaves less to wait for."""
     with_room, without = (next((one for one in fitting if one.kv_ahead == ahead), None) for ahead in (True, False))
     if with_room is None or without is None:
         return with_room or fitting[0]
-    more_bytes = _streamed_bytes(with_room, sizes) - _streamed_bytes(without, sizes)
-    return with_room if more_bytes <= _hidden_bytes(sizes) else without
-
-
-def _streamed_bytes(placement: Placement, sizes: ModelSizes) -> int:
-    return sum(sizes.backbone_bytes[layer] for layer in placement.streamed_layers)
+    return with_room if with_room.waited_bytes <= without.waited_bytes else without
 
 
 def _hidden_bytes(sizes: ModelSizes) -> int:

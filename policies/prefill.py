@@ -42,7 +42,7 @@ def place_with_chunk(place: Place, context: int, states_bytes: int, chunk: int |
     best = _on_the_device(place, context) if chunk is None else place(chunk, False)
     if isinstance(best, Placement):
         quick = chunk or FULL_SPEED_TOKENS
-        if quick >= context or not _would_gain(best, states_bytes):
+        if quick >= context or not _would_gain(best, states_bytes, quick):
             return best
         resting = place(quick, True)
         return resting if isinstance(resting, Placement) and _worth(resting) > _worth(best) else best
@@ -73,11 +73,23 @@ def _on_the_device(place: Place, context: int) -> Placement | Refusal:
     return next((one for one in fitting if _worth(one) >= _worth(quick)), quick)
 
 
-def _would_gain(placement: Placement, states_bytes: int) -> bool:
-    """Could another layer rest on the device, or a room for the cache be there, if the states of a prompt were not?"""
-    room_bytes = placement.budget_bytes - placement.planned_bytes + states_bytes
+def _would_gain(placement: Placement, states_bytes: int, chunk: int) -> bool:
+    """Could another layer rest on the device, or a room for the cache be there, if the states of a prompt were not?
+
+    They rest off it with this `chunk`, and one that is shorter than that of `placement` takes less besides: at most all
+    of the working memory.
+    """
+    freed_bytes = states_bytes if placement.prefill_chunk == chunk else placement.terms.get("transient", 0)
+    room_bytes = placement.budget_bytes - placement.planned_bytes + freed_bytes
     waits = placement.kv_host_bytes > 0 and not placement.kv_ahead
-    return waits or (bool(placement.streamed_layers) and room_bytes >= placement.slot_bytes)
+    return waits or (bool(placement.streamed_layers) and room_bytes >= _least_room(placement))
+
+
+def _least_room(placement: Placement) -> int:
+    """What another resident layer takes at least. It may need no river layer; with the last of them the slots go."""
+    terms, streamed = placement.terms, len(placement.streamed_layers)
+    layer_bytes = placement.slot_bytes - terms.get("river", 0) // max(len(placement.river_layers), 1)
+    return min(layer_bytes, streamed * layer_bytes - terms.get("slots", 0) - terms.get("staging", 0))
 
 
 def _has_room(quick: Placement, chunk: int) -> bool:
@@ -86,9 +98,10 @@ def _has_room(quick: Placement, chunk: int) -> bool:
     return quick.budget_bytes - quick.planned_bytes >= growth / 4
 
 
-def _worth(placement: Placement) -> tuple[bool, int, bool]:
-    """A room for the cache costs resident layers only where it is worth more than they are (`policies.placement`)."""
-    return placement.kv_ahead, len(placement.resident_layers), placement.embed_tier == "device"
+def _worth(placement: Placement) -> tuple[int, bool, int, bool]:
+    """Above all the less to wait for, as in `policies.placement`: a room for the cache hides some of it."""
+    resident = len(placement.resident_layers)
+    return -placement.waited_bytes, placement.kv_ahead, resident, placement.embed_tier == "device"
 
 
 def _lacks_nothing(placement: Placement) -> bool:

@@ -142,6 +142,8 @@ class Placement:
     """The same of a long prompt's states between the layers; 0 when they stay on the device."""
     kv_ahead: bool = False
     """Whether the next layer's keys and values are brought in while a layer computes; the term `kv` has the room."""
+    waited_bytes: int = 0
+    """Of the streamed layers, less what that room hides: what placements are compared by."""
 
     @property
     def planned_bytes(self) -> int:

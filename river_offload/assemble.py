@@ -269,7 +269,7 @@ def _make_token_wise(module: nn.Module, flow: Flow, *, in_place: bool) -> None:
         spans = flow.spans(None, tokens.shape[1])
         if in_place:
             return token_wise(lambda part: plain(flow.on_device(part)), tokens, spans, tokens)
-        return token_wise(plain, tokens, spans, allocate=flow.states_memory)
+        return token_wise(plain, tokens, spans, allocate=flow.resting)
 
     module.forward = forward
 

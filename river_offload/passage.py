@@ -146,7 +146,7 @@ class Flow:
         prefill: whether a prompt may leave the backbone, in mode `exit`.
         prefill_chunk: a layer reads at most so many tokens a row at once; None for any number.
         device: of the layers.
-        states_memory: where the states of a prompt in chunks rest between the layers; None for the device.
+        states_memory: where the states of a prompt of several chunks rest between the layers; None for the device.
     """
 
     def __init__(
@@ -197,15 +197,22 @@ class Flow:
         assert self._passage is not None, "a RiverLayer ran outside a forward pass of its model"
         return self._passage
 
+    @property
+    def resting(self) -> Allocate | None:
+        """What gives the states of the open passage their memory; None for the device. Those of a single chunk stay
+        there: a check, or a short turn, would gain no room and pay two copies a layer."""
+        chunk, passage = self.prefill_chunk, self._passage
+        long = chunk is not None and passage is not None and passage.new_tokens > chunk
+        return self.states_memory if long else None
+
     def on_device(self, states: torch.Tensor) -> torch.Tensor:
         """Some tokens of a prompt in chunks where the layers are: a copy if they rest elsewhere, on a CPU, too."""
-        return states if self.states_memory is None else states.to(self.device, copy=True)
+        return states if self.resting is None else states.to(self.device, copy=True)
 
     def states_like(self, states: torch.Tensor) -> torch.Tensor:
         """Memory for the states of a prompt, with anything in it."""
-        if self.states_memory is None:
-            return torch.empty_like(states)
-        return self.states_memory(tuple(states.shape), states.dtype)
+        allocate = self.resting
+        return torch.empty_like(states) if allocate is None else allocate(tuple(states.shape), states.dtype)
 
     def open(self, call: Call) -> Passage:
         """Begin the forward pass of a call of the decoder, under the rule in force.

@@ -99,6 +99,26 @@ def test_states_on_the_host_are_the_same_to_the_bit(
         assert torch.equal(mine.keys, theirs.keys) and torch.equal(mine.values, theirs.values)
 
 
+def test_what_is_no_longer_than_a_chunk_keeps_its_states_on_the_device(
+    checkpoint: Callable[..., Path], open_river: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Checks of drafts and short turns: on the host they would pay two copies a layer, and a file, for nothing."""
+    options: dict[str, Any] = {"mode": "lossless", "context": CONTEXT, "prefill_chunk": 16}
+    model = open_river("llama", budget=budget_for(checkpoint("llama"), 0, **options), **options)
+    flow, on_the_host = model.river._flow, []
+    plain = flow.states_memory
+    assert plain is not None
+
+    def counted(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        on_the_host.append(shape[1])
+        return plain(shape, dtype)
+
+    monkeypatch.setattr(flow, "states_memory", counted)
+    model.generate(tokens(40), max_new_tokens=12, do_sample=False)
+    assert any(record.path == "check" for record in model.river.account.records)
+    assert on_the_host == [40]
+
+
 @pytest.mark.parametrize("family", ["mistral", "gemma3"])
 @pytest.mark.parametrize("chunk", [3, 8, 9])
 def test_windows_slide_over_every_boundary(

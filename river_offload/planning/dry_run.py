@@ -112,7 +112,7 @@ def dry_run(
             _step(structure.model, cache, batch, 1)
             cache.reset()  # all but the windows is allocated now and is no part of what follows
             growing = kv_kind.bits < 16 or any(isinstance(layer, WindowLayer) for layer in cache.layers)
-            for cached_tokens, new_tokens in _steps(context, prefill_chunk, growing=growing):
+            for cached_tokens, new_tokens in _steps(context, prefill_chunk, growing=growing, resting=rest_states):
                 if cache.get_seq_length() != cached_tokens:
                     cache.reset()
                     for depth in range(count):
@@ -198,13 +198,14 @@ def _layer_kv_bytes(layer: Any, before: dict[str, Any]) -> int:
     return storage_bytes([*device_tensors(layer), *mark_tensors(before)])
 
 
-def _steps(context: int, prefill_chunk: int | None, *, growing: bool) -> list[tuple[int, int]]:
+def _steps(context: int, prefill_chunk: int | None, *, growing: bool, resting: bool = False) -> list[tuple[int, int]]:
     """(cached, new) tokens: a second turn as long as the first, a prompt that fills the context, a token after it; and
     the longest prompt that is a single chunk.
 
     Of several chunks, the last of the longest prompt meets all keys beside the states of all tokens: no shorter prompt
     holds as much, and none is tried. Unless the cache is `growing`: windows and recent tokens replace those that a
-    turn before has left, so that a second turn may hold more.
+    turn before has left, so that a second turn may hold more. Or unless the states are `resting`: those of a single
+    chunk are on the device.
     """
     if context == 1:
         return [(0, 1)]
@@ -212,7 +213,7 @@ def _steps(context: int, prefill_chunk: int | None, *, growing: bool) -> list[tu
     second_turn, longest = (half, context - half), [(0, context - 1), (context - 1, 1)]
     if prefill_chunk is None or prefill_chunk >= context:
         return [second_turn, *longest]
-    if prefill_chunk > half:
+    if prefill_chunk > half or resting:
         return [(0, prefill_chunk), second_turn, *longest]
     return [second_turn, *longest] if growing else longest
 

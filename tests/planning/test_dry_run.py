@@ -34,3 +34,21 @@ def test_steps_that_are_left_out_hold_no_more(
     every = [(0, chunk), (half, context - half), (0, context - 1), (context - 1, 1)]
     monkeypatch.setattr(subject, "_steps", lambda *_, **__: every)
     assert short == subject.dry_run(model, precision, prefill_chunk=chunk, **options)
+
+
+def test_a_prompt_of_one_chunk_is_not_left_out_where_longer_ones_rest_on_the_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its own states are on the device: that is more than the last chunk of a long prompt has there."""
+    wide = {"hidden_size": 320, "intermediate_size": 1280, "num_attention_heads": 1, "num_key_value_heads": 1}
+    config = config_of_family("llama", **wide, head_dim=8, max_position_embeddings=4096)
+    model = Structure.of(config, torch.float32)
+    precision = Precision(
+        dtype=torch.float32, bits=4, group=32, head_bits=16, device_type="cpu", kernels=ordered(tmp_path)
+    )
+    options: dict[str, Any] = {"context": 1000, "batch": 1, "modes": (Mode("backbone"),), "rest_states": True}
+    planned = subject.dry_run(model, precision, prefill_chunk=256, **options)
+    for step in ((0, 256), (744, 256), (500, 500), (0, 999), (999, 1)):
+        monkeypatch.setattr(subject, "_steps", lambda *_, step=step, **__: [step])
+        needed = subject.dry_run(model, precision, prefill_chunk=256, **options)
+        assert needed.transient_bytes <= planned.transient_bytes

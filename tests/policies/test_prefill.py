@@ -6,10 +6,11 @@ from dataclasses import replace
 
 import pytest
 
+from policies import placement
 from policies.exit import ExitRule, ForcedExit
 from policies.prefill import PrefillRule, backbone_from_tokens, place_with_chunk, typical_profile
 from policies.profiles import load_profile
-from policies.types import Mode, Placement, Refusal
+from policies.types import Mode, ModelSizes, Placement, Refusal
 
 LAYERS, LAYER_BYTES, TOKEN_BYTES = 8, 1000, 1
 
@@ -28,7 +29,7 @@ def place(budget_bytes: int, asked: list[int | None], context: int = 4096, state
             streamed_layers=tuple(range(resident, LAYERS)), river_layers=(), slots=0,
             embed_tier="device", budget_bytes=budget_bytes, prefill_chunk=chunk, slot_bytes=LAYER_BYTES,
             states_host_bytes=states_bytes if rest_states else 0,
-            terms={"all": resident * LAYER_BYTES + transient_bytes},
+            terms={"layers": resident * LAYER_BYTES, "transient": transient_bytes},
         )  # fmt: skip
 
     return placed
@@ -85,11 +86,43 @@ def test_a_refusal_is_that_of_the_cheapest_chunk() -> None:
     assert isinstance(accepted, Placement)
 
 
-def test_more_budget_never_keeps_fewer_layers_at_full_speed() -> None:
-    placed = [place_with_chunk(place(budget_bytes, []), 4096, 0) for budget_bytes in range(64, 14_000, 97)]
+@pytest.mark.parametrize("states_bytes", [0, 300, 700])
+def test_more_budget_never_keeps_fewer_layers_at_full_speed(states_bytes: int) -> None:
+    """A longer chunk that takes the room of the states, too, is no better than they are."""
+    placed = [
+        place_with_chunk(place(budget_bytes, [], states_bytes=states_bytes), 4096, states_bytes)
+        for budget_bytes in range(64, 16_000, 97)
+    ]
     resident = [len(p.resident_layers) for p in placed if isinstance(p, Placement) and (p.prefill_chunk or 512) >= 512]
     assert resident == sorted(resident)
     assert resident[-1] == LAYERS
+
+
+@pytest.mark.parametrize("name", ["exit", "lossless"])
+@pytest.mark.parametrize(("states_bytes", "room_bytes"), [(0, 0), (900, 0), (0, 500), (900, 500)])
+def test_more_budget_never_leaves_more_to_wait_for(name: str, states_bytes: int, room_bytes: int) -> None:
+    """With a room for the cache that is worth a layer, river layers and slots that are given back, and long chunks."""
+    mode, context = Mode.parse(name), 4096
+
+    def placed(budget_bytes: int) -> Placement | Refusal:
+        def place_chunk(chunk: int | None, rest_states: bool) -> Placement | Refusal:
+            sizes = ModelSizes(
+                backbone_bytes=(2000,) * LAYERS, river_bytes=(600,) * LAYERS, norm_bytes=(0,) * LAYERS, embed_bytes=0,
+                head_bytes=0, head_can_shrink=False, other_bytes=0, embed_away_tier=None, load_bytes=0, kv_bytes=100, staging_bytes=300,
+                transient_bytes=(chunk or context) + (0 if rest_states else states_bytes),
+                kv_host_bytes=20_000 if room_bytes else 0, kv_room_bytes=room_bytes,
+                states_host_bytes=states_bytes if rest_states else 0,
+            )  # fmt: skip
+            return placement.place(
+                sizes, mode=mode, min_exit=1, budget_bytes=budget_bytes, slots=2, prefill_chunk=chunk
+            )
+
+        return place_with_chunk(place_chunk, context, states_bytes)
+
+    found = [one for one in map(placed, range(5_000, 30_000, 53)) if isinstance(one, Placement)]
+    waited = [one.waited_bytes for one in found if (one.prefill_chunk or context) >= 512]
+    assert waited == sorted(waited, reverse=True)
+    assert waited[-1] <= 0 < waited[0]
 
 
 @pytest.mark.parametrize(
