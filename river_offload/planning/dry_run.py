@@ -213,9 +213,9 @@ def _steps(context: int, prefill_chunk: int | None, *, growing: bool, resting: b
     second_turn, longest = (half, context - half), [(0, context - 1), (context - 1, 1)]
     if prefill_chunk is None or prefill_chunk >= context:
         return [second_turn, *longest]
-    if prefill_chunk > half or resting:
+    if prefill_chunk > half:
         return [(0, prefill_chunk), second_turn, *longest]
-    return [second_turn, *longest] if growing else longest
+    return [*([(0, prefill_chunk)] if resting else []), *([second_turn] if growing else []), *longest]
 
 
 def _first_and_last(chunk_tokens: int, cache: SharedCache) -> Spans:
