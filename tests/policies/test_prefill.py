@@ -108,7 +108,7 @@ def test_more_budget_never_leaves_more_to_wait_for(name: str, states_bytes: int,
         def place_chunk(chunk: int | None, rest_states: bool) -> Placement | Refusal:
             sizes = ModelSizes(
                 backbone_bytes=(2000,) * LAYERS, river_bytes=(600,) * LAYERS, norm_bytes=(0,) * LAYERS, embed_bytes=0,
-                head_bytes=0, head_can_shrink=False, other_bytes=0, embed_away_tier=None, load_bytes=0, kv_bytes=100, staging_bytes=300,
+                head_bytes=0, head_can_shrink=False, other_bytes=0, kv_bytes=100, staging_bytes=300,
                 transient_bytes=(chunk or context) + (0 if rest_states else states_bytes),
                 kv_host_bytes=20_000 if room_bytes else 0, kv_room_bytes=room_bytes,
                 states_host_bytes=states_bytes if rest_states else 0,
