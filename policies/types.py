@@ -155,6 +155,11 @@ class Placement:
         return resident if resident < num_layers else min(self.river_layers, default=num_layers)
 
     @property
+    def host_bytes(self) -> int:
+        """What rests off the device beside layers and embedding: keys and values, the states of a prompt."""
+        return self.kv_host_bytes + self.states_host_bytes
+
+    @property
     def states_tier(self) -> str:
         """Where the states of a prompt are between the layers: "device" or "host"."""
         return "host" if self.states_host_bytes else "device"

@@ -69,7 +69,7 @@ def open_streaming(plan: Plan, disk: DiskTier, layouts: list[Layout]) -> Streami
     budget_bytes = plan.config.host_budget
     if budget_bytes is None:
         budget_bytes, _ = free_device_bytes(torch.device("cpu"))
-    budget_bytes = max(budget_bytes - plan.placement.kv_host_bytes, 0)  # keys and values come there, too
+    budget_bytes = max(budget_bytes - plan.placement.host_bytes, 0)
     link, memory = open_cuda_link(layers, disk, layouts, slots, plan.device, budget_bytes, cuda=torch.cuda)
     sizes = {layer: layouts[layer].nbytes for layer in layers}
     copies = StreamKvLink(link.stream, plan.device, cuda=torch.cuda) if ahead else None

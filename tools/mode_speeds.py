@@ -17,13 +17,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import river_offload
 from policies.acceptance import Acceptance
+from policies.depths import Depths
 from river_offload.checkpoint.source import resolve
 from river_offload.config import default_cache_dir, parse_size
 from river_offload.errors import RiverError, UsageError
@@ -86,8 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def measure(asked: argparse.Namespace) -> Iterator[Speed]:
     """One setting after the other. Raises UsageError and what `load` raises."""
-    if (asked.prompts is None) == (asked.replay is None):
-        raise UsageError("give --prompts for a trained model, or --replay for one of random weights")
+    source = _Source.of(asked)
     model = river_offload.load(
         asked.model, mode="lossless", also_modes=("exit", "gated", "backbone", "quantized"), budget=asked.budget,
         context=asked.context, slots=asked.slots, draft=asked.draft, dtype=asked.dtype, link_limit=asked.link_limit,
@@ -98,12 +98,39 @@ def measure(asked: argparse.Namespace) -> Iterator[Speed]:
         resident, streamed = len(placement.resident_layers), len(placement.streamed_layers)
         print(f"resident {resident}, streamed {streamed} layers of {placement.slot_bytes} bytes", file=sys.stderr)
         for name in asked.settings:
-            runs = _replayed(model, name, asked) if asked.replay else _written(model, name, asked)
+            runs = _replayed(model, name, source, asked) if asked.replay else _written(model, name, source, asked)
             speed = _sum(name, runs)
             print(f"{name}: {speed.tokens_per_s:.3g} tok/s", file=sys.stderr, flush=True)
             yield speed
     if asked.accelerate:
         yield _in_a_process_of_its_own(asked)
+
+
+@dataclass(frozen=True)
+class _Source:
+    """What is run, all read before anything is loaded."""
+
+    prompts: Sequence[str]
+    depths: Mapping[str, Depths]
+    acceptance: Acceptance | None
+
+    @classmethod
+    def of(cls, asked: argparse.Namespace) -> _Source:
+        """Raises UsageError for what is missing, or has no effect."""
+        if (asked.prompts is None) == (asked.replay is None):
+            raise UsageError("give --prompts for a trained model, or --replay for one of random weights")
+        if asked.count < 1 or asked.tokens < 2:
+            raise UsageError(f"--count {asked.count} --tokens {asked.tokens}: expected at least 1 and 2")
+        if asked.replay is None:
+            return cls(_prompts(asked), {}, None)
+        if asked.traces is not None:
+            raise UsageError("--traces has no effect with --replay: leave it out")
+        modes = {name: SETTINGS[name]["mode"] for name in asked.settings}
+        folder = Path(asked.replay)
+        exits = {name: read_depths(str(folder / _file(name))) for name, mode in modes.items() if mode == "exit"}
+        drafts = any(mode in ("lossless", "gated") for mode in modes.values())
+        # A gate leaves some drafts unjudged: the chain is that of lossless.
+        return cls((), exits, read_acceptance(str(folder / _file("lossless"))) if drafts else None)
 
 
 def table(found: Sequence[Speed]) -> list[str]:
@@ -131,10 +158,10 @@ def table(found: Sequence[Speed]) -> list[str]:
     return lines
 
 
-def _written(model: Any, name: str, asked: argparse.Namespace) -> Iterator[Speed]:
+def _written(model: Any, name: str, source: _Source, asked: argparse.Namespace) -> Iterator[Speed]:
     """Text of prompts in their chat template, greedily; with --traces the passages of all of them are kept."""
     river, records = model.river, []
-    for text in _prompts(asked):
+    for text in source.prompts:
         chat = [{"role": "user", "content": text}]
         inputs = river.tokenizer.apply_chat_template(
             chat, add_generation_prompt=True, return_tensors="pt", return_dict=True
@@ -148,7 +175,7 @@ def _written(model: Any, name: str, asked: argparse.Namespace) -> Iterator[Speed
         Trace(river.num_layers, {"setting": name}, records).write_jsonl(folder / _file(name))
 
 
-def _replayed(model: Any, name: str, asked: argparse.Namespace) -> Iterator[Speed]:
+def _replayed(model: Any, name: str, source: _Source, asked: argparse.Namespace) -> Iterator[Speed]:
     """Random tokens, with the exits and the luck of a trace."""
     import torch
 
@@ -160,13 +187,14 @@ def _replayed(model: Any, name: str, asked: argparse.Namespace) -> Iterator[Spee
     inputs = {"input_ids": torch.randint(0, vocabulary, (1, 32), generator=generator).to(model.device)}
     inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
     if setting["mode"] == "exit":
-        depths = read_depths(str(Path(asked.replay) / _file(name))).draw(tokens, river.num_layers, lowest=1)
+        try:
+            depths = source.depths[name].draw(tokens, river.num_layers, lowest=1)
+        except ValueError as error:
+            raise UsageError(f"{name}: {error}") from error
         with river.using(depths=depths):
             yield _run(model, name, inputs, tokens)
         return
-    acceptance: Acceptance | None = None
-    if setting["mode"] in ("lossless", "gated"):  # a gate leaves some drafts unjudged: the chain is that of lossless
-        acceptance = read_acceptance(str(Path(asked.replay) / _file("lossless")))
+    acceptance = source.acceptance if setting["mode"] in ("lossless", "gated") else None
     with river.using(**setting, acceptance=acceptance):
         yield _run(model, name, inputs, tokens)
 
@@ -240,8 +268,15 @@ def _file(name: str) -> str:
 
 
 def _prompts(asked: argparse.Namespace) -> list[str]:
-    lines = Path(asked.prompts).read_text(encoding="utf-8").splitlines()
-    return [json.loads(line)[asked.field] for line in lines[: asked.count]]
+    try:
+        lines = Path(asked.prompts).read_text(encoding="utf-8").splitlines()
+        return [json.loads(line)[asked.field] for line in lines[: asked.count]]
+    except (OSError, ValueError) as error:
+        raise UsageError(f"--prompts {asked.prompts}: cannot be read as JSON lines: {error}") from error
+    except (KeyError, TypeError) as error:
+        raise UsageError(
+            f"--prompts {asked.prompts}: no field {asked.field} in a line: name it with --field"
+        ) from error
 
 
 def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:

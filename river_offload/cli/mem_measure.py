@@ -39,7 +39,7 @@ def _measured(config: RiverConfig, asked: MeasureOptions, watch: WatchOptions, t
     from river_offload.eval.memory_run import NEW_TOKENS, measure_memory  # brings torch
 
     progress.finish()
-    new_tokens = NEW_TOKENS if asked.new_tokens is None else asked.new_tokens
+    new_tokens = min(NEW_TOKENS, config.context - 1) if asked.new_tokens is None else asked.new_tokens
     return measure_memory(
         config,
         new_tokens=new_tokens,

@@ -56,6 +56,7 @@ def _rest(plan: Mapping[str, Any]) -> list[str]:
     speed, host = plan["seconds_per_token"], plan["host"]
     away = {name.removesuffix("_bytes").replace("_", "-"): nbytes for name, nbytes in host.items() if nbytes}
     lines = [
+        *_prompts(plan["placement"]),
         f"host    {', '.join(f'{format_size(nbytes)} {name}' for name, nbytes in away.items()) or 'nothing'} · disk "
         f"{format_size(plan['disk_bytes'])} · {format_size(plan['load_peak_bytes'])} while it loads",
         f"speed   {1 / speed['simulated']:.1f} tok/s simulated on {speed['profile']}"
@@ -74,6 +75,14 @@ def _course(mode: str, speed: Mapping[str, Any]) -> str:
     if mode == "exit":
         return f" at a mean depth of {speed['mean_depth']:.1f}"
     return f" at {speed['tokens_per_check']} tokens a check of {speed['draft']} drafted" if speed["draft"] else ""
+
+
+def _prompts(placement: Mapping[str, Any]) -> list[str]:
+    """How long ones are read, where that is not at once."""
+    if placement["prefill_chunk"] is None:
+        return []
+    where = "" if placement["states_tier"] == "device" else ", their states on the host between the layers"
+    return [f"prompts in chunks of {placement['prefill_chunk']} tokens{where}"]
 
 
 def cache_table(plan: Mapping[str, Any]) -> Table:

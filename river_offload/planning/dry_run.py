@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import PretrainedConfig, TopKLogitsWarper, TopPLogitsWarper
 
 from policies.exit import ExitRule
+from policies.link_order import worth_ahead
 from policies.types import Mode, Placement
 from river_offload.assemble import assemble
 from river_offload.chunks import Spans, spans_of
@@ -186,9 +187,11 @@ def _kv_bytes(cache: SharedCache, before: Mark, like: list[int]) -> tuple[int, i
 
 
 def _room_bytes(cache: SharedCache, like: list[int]) -> int:
-    """A second room is as large as the first. It takes the host tier, and a layer that rests behind another."""
+    """A second room is as large as the first. It takes the host tier, a layer that rests behind another, and layers
+    that are worth the trouble when they are full."""
+    room_bytes = storage_bytes(cache.workspace.tensors())
     resting = sum(isinstance(cache.layers[place], RestingLayer) for place in like)
-    return storage_bytes(cache.workspace.tensors()) if cache.kind.tier == "host" and resting > 1 else 0
+    return room_bytes if cache.kind.tier == "host" and resting > 1 and worth_ahead(room_bytes) else 0
 
 
 def _layer_kv_bytes(layer: Any, before: dict[str, Any]) -> int:

@@ -325,7 +325,7 @@ def _held_layers(config: RiverConfig, weighed: Weighed, placement: Placement, de
     if config.host_budget is None:
         return placement.streamed_layers
     sizes = {layer: weighed.sizes.backbone_bytes[layer] for layer in placement.streamed_layers}
-    return tuple(layers_to_hold(sizes, config.host_budget))
+    return tuple(layers_to_hold(sizes, max(config.host_budget - placement.host_bytes, 0)))
 
 
 def _host(weighed: Weighed, placement: Placement, held: tuple[int, ...], device_type: str) -> HostNeeds:

@@ -204,14 +204,15 @@ def stored_layers(checkpoint: Checkpoint, structure: Structure, keys: Mapping[st
 
 def _check_host(config: RiverConfig, placement: Placement, device: torch.device, cache_dir: Path) -> None:
     """Does the host tier hold what rests there of cache and prompts? Asked before hours of work, not after."""
-    need_bytes = placement.kv_host_bytes
+    need_bytes = placement.host_bytes
     if device.type == "cpu":
-        if on_disk_bytes := need_bytes + placement.states_host_bytes:
-            require_space(kv_folder(cache_dir), on_disk_bytes)
+        if need_bytes:
+            require_space(kv_folder(cache_dir), need_bytes)
     elif config.host_budget is not None and config.host_budget < need_bytes:
         raise UsageError(
             f"host_budget is {config.host_budget} bytes, the keys and values that kv_tier=host keeps there take "
-            f"{need_bytes}: give at least as much, or take a smaller context or fewer kv_bits"
+            f"{placement.kv_host_bytes}, the states of a long prompt {placement.states_host_bytes}: give at least as "
+            "much, or take a smaller context or fewer kv_bits"
         )
 
 

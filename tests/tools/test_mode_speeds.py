@@ -44,10 +44,32 @@ def test_every_setting_is_measured_with_the_luck_of_the_traces(
     assert len(table) == 2 + len(tool.SETTINGS) and table[2].startswith("| backbone |")
 
 
-@pytest.mark.parametrize("more", [[], ["--prompts", "p.jsonl", "--replay", "runs"]])
-def test_it_wants_prompts_or_a_replay(more: list[str], tool: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ([], "--prompts for a trained model, or --replay"),
+        (["--prompts", "p.jsonl", "--replay", "runs"], "--prompts for a trained model, or --replay"),
+        (["--prompts", "missing.jsonl"], "missing.jsonl: cannot be read"),
+        (["--prompts", "p.jsonl", "--field", "nope"], "no field nope"),
+        (["--prompts", "p.jsonl", "--count", "0"], "expected at least 1 and 2"),
+        (["--prompts", "p.jsonl", "--tokens", "1"], "expected at least 1 and 2"),
+        (["--replay", "missing"], "cannot be read"),
+        (["--replay", "missing", "--traces", "out"], "--traces has no effect"),
+    ],
+)
+def test_what_cannot_be_run_is_said_before_anything_is_loaded(
+    more: list[str],
+    message: str,
+    tool: ModuleType,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("p.jsonl").write_text('{"question": "Why?"}\n')
+    monkeypatch.setattr(tool.river_offload, "load", lambda *_, **__: pytest.fail("loaded"))
     assert tool.main(["demo", "--budget", "1GiB", *more]) == 2
-    assert "--prompts for a trained model, or --replay" in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_the_arithmetic_of_a_round(tool: ModuleType) -> None:
