@@ -52,3 +52,17 @@ def test_a_prompt_of_one_chunk_is_not_left_out_where_longer_ones_rest_on_the_hos
         monkeypatch.setattr(subject, "_steps", lambda *_, step=step, **__: [step])
         needed = subject.dry_run(model, precision, prefill_chunk=256, **options)
         assert needed.transient_bytes <= planned.transient_bytes
+
+
+@pytest.mark.parametrize(("context", "planned"), [(512, False), (4096, True)])
+def test_a_second_room_is_planned_where_a_full_layer_comes_ahead(context: int, planned: bool, tmp_path: Path) -> None:
+    """A layer brings in less than a mebibyte by itself: 512 tokens of 2 heads of 32 numbers are 256 KiB."""
+    model = Structure.of(config_of_family("llama", max_position_embeddings=4096), torch.float32)
+    precision = Precision(
+        dtype=torch.float32, bits=4, group=32, head_bits=16, device_type="cpu", kernels=ordered(tmp_path)
+    )
+    kind = KvKind(16, "host")
+    needs = subject.dry_run(
+        model, precision, context=context, batch=1, modes=(Mode("backbone"),), prefill_chunk=64, kv_kind=kind
+    )
+    assert needs.kv_room_bytes == (2 * 2 * 32 * 4 * context if planned else 0)

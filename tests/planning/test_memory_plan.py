@@ -19,6 +19,7 @@ from river_offload.errors import UsageError
 from river_offload.memory.categories import CATEGORIES
 from river_offload.planning.memory_plan import MemoryPlan, plan_memory
 from river_offload.planning.shapes import builtin_names
+from river_offload.store.ring import RING_BYTES
 
 GIB = 1 << 30
 LAYERS, HIDDEN, VOCAB, MLP = 32, 4096, 128256, 14336  # Llama-3.1-8B
@@ -148,3 +149,14 @@ def test_exit_codes_and_json_of_the_command() -> None:
         found = json.loads(done.stdout)
         assert (found["fits"], found["context"], found["refusal"] is None) == (code == 0, 1024, code == 0)
     assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024 < 1.5 * GIB
+
+
+def test_a_host_budget_holds_layers_beside_keys_values_and_states() -> None:
+    budget_bytes = 6 * GIB
+    plan = plan_of(
+        device="cuda", budget="8GiB", host_budget=budget_bytes, kv_tier="host", context=32768, mode="backbone"
+    )
+    layer_bytes, pinned_bytes = plan.placement.slot_bytes, plan.host.pinned_bytes + plan.host.pageable_bytes
+    assert plan.placement.kv_host_bytes == 4 * GIB
+    assert budget_bytes - layer_bytes - RING_BYTES < pinned_bytes <= budget_bytes
+    assert 0 < len(plan.held_layers) < len(plan.placement.streamed_layers)
