@@ -122,7 +122,8 @@ def test_a_seed_gives_the_sample_that_transformers_draws(
             found.append([each.generate(tokens(9), max_new_tokens=12, do_sample=True, **options) for _ in range(2)])
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(*found, strict=True))
     assert not torch.equal(*found[0])
-    assert model.river.report()["accepted"] > 0 or "num_return_sequences" in options
+    # An adaptive length leaves drafts out here, where a check of one token costs no more.
+    assert draft == "adaptive" or model.river.report()["accepted"] > 0 or "num_return_sequences" in options
 
 
 def test_the_chi_square_of_a_fair_die() -> None:
