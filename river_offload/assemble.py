@@ -113,13 +113,18 @@ def assemble(
     )
     for depth in range(structure.num_layers):
         structure.layers[depth] = RiverLayer(depth, backbone.get(depth), river.get(depth), flow)
+    _connect(structure, flow)
+    return flow
+
+
+def _connect(structure: Structure, flow: Flow) -> None:
+    """Have everything of the model outside its layers go by the passages of `flow`, too."""
     _follow_passages(structure, flow)
     _read_in_chunks(structure, flow)
-    if device.type != "cpu" and states_memory is not None:
-        _show_what_is_on_the_device(structure, device)
-    _pack_head_input(structure.model, device)
+    if flow.device.type != "cpu" and flow.states_memory is not None:
+        _show_what_is_on_the_device(structure, flow.device)
+    _pack_head_input(structure.model, flow.device)
     _hear_the_head(structure.model, flow)
-    return flow
 
 
 class AwayEmbedding(nn.Module):

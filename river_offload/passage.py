@@ -201,9 +201,8 @@ class Flow:
     def resting(self) -> Allocate | None:
         """What gives the states of the open passage their memory; None for the device. Those of a single chunk stay
         there: a check, or a short turn, would gain no room and pay two copies a layer."""
-        chunk, passage = self.prefill_chunk, self._passage
-        long = chunk is not None and passage is not None and passage.new_tokens > chunk
-        return self.states_memory if long else None
+        chunk = self.prefill_chunk
+        return self.states_memory if chunk is not None and self.passage.new_tokens > chunk else None
 
     def on_device(self, states: torch.Tensor) -> torch.Tensor:
         """Some tokens of a prompt in chunks where the layers are: a copy if they rest elsewhere, on a CPU, too."""

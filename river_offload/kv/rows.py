@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
+
 import torch
 from transformers.cache_utils import DynamicLayer
 
@@ -26,9 +28,10 @@ class RowsLayer(DynamicLayer):
         if self.is_initialized:
             self._replace_rows(rows)
 
+    @abstractmethod
     def _row_count(self) -> int:
-        raise NotImplementedError
+        """Rows that are held."""
 
+    @abstractmethod
     def _replace_rows(self, rows: torch.Tensor) -> None:
         """Row i becomes old row rows[i]; there may be more or fewer than before."""
-        raise NotImplementedError
