@@ -11,6 +11,7 @@ from policies.types import Placement
 from river_offload.checkpoint.safetensors_files import Checkpoint
 from river_offload.progress import Progress
 from river_offload.quant.cache import RiverCache
+from river_offload.quant.native import Library, Unavailable
 from river_offload.quant.precision import Precision
 from river_offload.quant.river import linear_names, quantize_layer
 from river_offload.store.layout import Layout, aligned_empty
@@ -24,6 +25,7 @@ class CheckpointParts:
     Args:
         keys: the model's names -> the checkpoint's.
         disk: reads a layer's linears into one flat buffer.
+        library: our C code, which quantizes where it can be had.
         cache, head_cache: the river and the quantized LM head built before; what is missing there is built and written.
     """
 
@@ -38,6 +40,7 @@ class CheckpointParts:
         head_cache: RiverCache,
         precision: Precision,
         *,
+        library: Library | Unavailable,
         device: torch.device,
         progress: Progress,
         label: str,
@@ -50,6 +53,7 @@ class CheckpointParts:
         self._cache = cache
         self._head_cache = head_cache
         self._precision = precision
+        self._library = library
         self._device = device
         self._progress = progress
         progress.start(label, structure.num_layers, "layers")
@@ -71,7 +75,7 @@ class CheckpointParts:
                 f"head.{leaf}": self._checkpoint.read(self._keys[f"{name}.{leaf}"])
                 for leaf, _ in head.named_parameters()
             }
-            state = quantize_layer(tensors, ["head"], self._precision.head_bits, self._precision.group)
+            state = quantize_layer(tensors, ["head"], self._precision.head_bits, self._precision.group, self._library)
             self._head_cache.write_layer(0, state)
         return self._precision.quantized_head(head, state, self._device)
 
@@ -86,7 +90,9 @@ class CheckpointParts:
         if river is not None and state is None:
             # From the dtype on disk and on the CPU, whatever the model computes in and where: one river for all.
             names = linear_names(river)
-            state = quantize_layer(self._stored(layer), names, self._precision.bits, self._precision.group)
+            state = quantize_layer(
+                self._stored(layer), names, self._precision.bits, self._precision.group, self._library
+            )
             self._cache.write_layer(layer, state)
         if river is not None and state is not None:
             self._precision.install(river, state, self._device)

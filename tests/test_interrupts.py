@@ -12,7 +12,7 @@ import pytest
 import torch
 from families import tokens
 
-from river_offload.quant import hqq
+from river_offload.quant.native import Library
 from river_offload.store import store as store_module
 
 
@@ -86,7 +86,7 @@ def test_the_shortest_contexts_load_and_run(context: int, open_river: Callable[.
 def test_an_interrupt_while_the_river_is_built_keeps_whole_layers_and_no_thread(
     checkpoint: Callable[..., Path], open_river: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    quantize, calls = hqq._quantize_groups, []
+    quantize, calls = Library.quantize, []
 
     def interrupted(*arguments: Any) -> Any:
         calls.append(arguments)
@@ -98,7 +98,7 @@ def test_an_interrupt_while_the_river_is_built_keeps_whole_layers_and_no_thread(
     torch.set_num_threads(2)  # blocks of rows go to threads only where there are several
     try:
         with monkeypatch.context() as patch:
-            patch.setattr(hqq, "_quantize_groups", interrupted)
+            patch.setattr(Library, "quantize", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 open_river("llama", mode="quantized", cache_dir=tmp_path)
         with ThreadPoolExecutor(1) as pool:  # torch keeps the number for each thread, and one for those to come

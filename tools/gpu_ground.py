@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +25,7 @@ from river_offload.memory.probes import anonymous_bytes
 from river_offload.planning.shapes import builtin_shape
 from river_offload.progress import Silent
 from river_offload.quant import hqq as hqq_module
+from river_offload.quant.native import Unavailable
 from river_offload.store.slots import Slots
 from river_offload.structure import Structure
 
@@ -288,9 +290,5 @@ def collect(rig: Rig) -> None:
 @contextlib.contextmanager
 def nearest_rounding() -> Iterator[None]:
     """The river's quantizer replaced, for this program only and with a cache folder of its own."""
-    own = hqq_module._hqq
-    hqq_module._hqq = nearest
-    try:
+    with mock.patch.multiple(hqq_module, _hqq=nearest, load=lambda _: Unavailable("rounding to nearest instead")):
         yield
-    finally:
-        hqq_module._hqq = own

@@ -1,6 +1,9 @@
 """Quantizes one matrix with HQQ (half-quadratic quantization, no calibration data), a block of rows at a time.
 
-Fed 64 rows at a time HQQ's temporaries stay in the processor's cache: four times as fast on CPU as the whole matrix in
+On a CPU our own C code (`native.c`) does it, ten times as fast as the library hqq and with the same error to four
+digits: for a model of 8 billion weights that is a minute less or four. The library serves where there is no compiler.
+
+Fed 64 rows at a time its temporaries stay in the processor's cache: four times as fast on CPU as the whole matrix in
 one call, and a few megabytes of memory instead of several times the matrix. Groups lie inside rows (axis 1) and HQQ
 couples groups only through its stopping rule, so blocks lose nothing.
 
@@ -17,9 +20,12 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
+from river_offload.config import default_cache_dir
 from river_offload.errors import CheckpointError
-from river_offload.quant.packing import SCALE_DTYPE, QuantizedMatrix, pack
+from river_offload.quant.native import Library, Unavailable, load
+from river_offload.quant.packing import CHUNK, SCALE_DTYPE, QuantizedMatrix, pack
 
 GROUPS = (128, 64, 32)
 HQQ_BYTES_PER_COLUMN = 20 * 64
@@ -49,11 +55,20 @@ def fitting(shape: tuple[int, int], group: int) -> LinearPlan:
 
 
 def quantize_matrix(
-    weight: Tensor, bits: int, group: int, *, name: str = "weight", rows_per_block: int = 64
+    weight: Tensor,
+    bits: int,
+    group: int,
+    *,
+    name: str = "weight",
+    rows_per_block: int = 64,
+    library: Library | Unavailable | None = None,
 ) -> QuantizedMatrix:
     """Quantizes `weight` [N, K] (any float dtype, any device) to canonical form on the same device.
 
     Needs the result plus about 20 * rows_per_block * K bytes. Source of the method: https://mobiusml.github.io/hqq_blog/
+
+    Args:
+        library: our C code, for weights on a CPU; what is in the default cache directory when not given.
 
     Raises:
         CheckpointError: the matrix holds NaN or infinity.
@@ -65,22 +80,33 @@ def quantize_matrix(
     packed = torch.empty(rows, columns * bits // 8, dtype=torch.uint8, device=weight.device)
     scale = torch.empty(rows, columns // group, dtype=SCALE_DTYPE, device=weight.device)
     offset = torch.empty_like(scale)
+    library = load(default_cache_dir()) if library is None else library
+    native = library if isinstance(library, Library) and _suits(library, weight, group) else None
 
     def quantize_rows(start: int) -> None:
         block = slice(start, min(start + rows_per_block, rows))
-        groups = weight[block].detach().float().reshape(-1, group)
-        if not bool(torch.isfinite(groups).all()):
+        values = weight[block].detach().float().contiguous()
+        if not bool(torch.isfinite(values).all()):
             raise CheckpointError(
                 f"{name}: found NaN or infinite values in rows {block.start} to {block.stop - 1}, expected finite "
                 "weights. The checkpoint is damaged or overflowed when it was converted: fetch or convert it again."
             )
-        q, s, z = _quantize_groups(groups, bits)
+        if native is not None:
+            parts = {"packed": packed[block], "scale": scale[block], "offset": offset[block]}
+            native.quantize(values, parts, bits)
+            return
+        q, s, z = _quantize_groups(values.view(-1, group), bits)
         packed[block] = pack(q.view(-1, columns), bits)
         scale[block] = s.view(-1, columns // group)
         offset[block] = z.view(-1, columns // group)
 
     _each_on_a_core(quantize_rows, range(0, rows, rows_per_block))
     return QuantizedMatrix(packed, scale, offset, bits)
+
+
+def _suits(library: Library, weight: Tensor, group: int) -> bool:
+    fake = isinstance(weight, FakeTensor)
+    return weight.device.type == "cpu" and not fake and group % CHUNK == 0 and group <= library.most_in_group
 
 
 def _each_on_a_core(work: Callable[[int], None], items: Sequence[int]) -> None:

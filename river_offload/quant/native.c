@@ -1,4 +1,4 @@
-/* Multiplies by, and dequantizes, matrices in the canonical form of packing.py.
+/* Makes, dequantizes and multiplies by matrices in the canonical form of packing.py.
 
    weight = (q - 2^(bits-1)) * scale + offset, one scale and offset (bfloat16) per `group` values of a row. A row is a
    sequence of chunks of 32 values; a chunk of 4 bits is 16 bytes whose low nibbles are values 0..15 and whose high
@@ -6,6 +6,7 @@
 
    Rows are shared out by OpenMP, over the runtime and the threads that torch already has. */
 
+#include <math.h>
 #include <stdint.h>
 #include <string.h>
 #if defined(__AVX512BF16__) && defined(__AVX512VL__) && defined(__AVX512BW__)
@@ -275,3 +276,110 @@ void river_linear(const void *x, const uint8_t *packed, const bf16 *scale, const
             }
         }
 }
+
+/* ---- quantize: HQQ (hqq.core.optimize.optimize_weights_proximal_legacy), each group by itself ----
+
+   HQQ looks for the zero of `weight = (q - zero) * scale` by half-quadratic splitting: round, take the errors that are
+   large enough to be outliers off the weights, and set zero to the mean of q - (weight - outliers) / scale. It stops
+   all groups when their mean error no longer falls; here each group goes on until its own zero stays. */
+
+#define HQQ_ROUNDS 20
+#define HQQ_BETA 10.0f
+#define HQQ_NORM 0.7f
+#define HQQ_OUTLIER 0.17f /* errors below beta^(-1 / (2 - norm)) = 0.1701 are no outliers: shrinking leaves nothing */
+#define COMFORTABLE_RANGE 0.125f
+#define NARROW_STEP 1e-4f /* HQQ clamps the inverse scale at 2e4: groups with steps below twice that are scaled up */
+#define MOST_IN_GROUP 256
+
+INLINE float level(float steps, float top) {
+    float q = rintf(steps);
+    return q < 0 ? 0 : q > top ? top : q;
+}
+
+/* What of the errors of a group counts as outliers, in steps. */
+static float outliers(const float *x, int64_t n, float inverse, float zero, float top) {
+    float total = 0;
+    for (int64_t k = 0; k < n; k++) {
+        float error = x[k] - (level(x[k] * inverse + zero, top) - zero) / inverse;
+        float kept = fabsf(error) - powf(fabsf(error), HQQ_NORM - 1) / HQQ_BETA;
+        if (kept > 0) total += copysignf(kept, error) * inverse;
+    }
+    return total;
+}
+
+static float settled_zero(const float *x, int64_t n, float inverse, float zero, float top) {
+    const float step = 1 / inverse;
+    for (int round = 0; round < HQQ_ROUNDS; round++) {
+        const float before = zero;
+        float worst = 0, shift = 0;
+#pragma omp simd reduction(+ : shift) reduction(max : worst)
+        for (int64_t k = 0; k < n; k++) {
+            float steps = x[k] * inverse, q = level(steps + zero, top), apart = fabsf(q - zero - steps);
+            worst = apart > worst ? apart : worst;
+            shift += q - steps;
+        }
+        if (worst * step > HQQ_OUTLIER) shift += outliers(x, n, inverse, zero, top);
+        zero = shift / (float)n;
+        if (zero == before) break;
+    }
+    return zero;
+}
+
+/* One group: its scale and offset as stored, and its values of 0..top against these. */
+static void quantize_group(const float *w, int64_t n, int bits, bf16 *scale, bf16 *offset, uint8_t *q) {
+    const float top = (float)((1 << bits) - 1), half = (float)(1 << (bits - 1));
+    float low = w[0], high = w[0], x[MOST_IN_GROUP];
+    for (int64_t k = 1; k < n; k++) {
+        low = w[k] < low ? w[k] : low;
+        high = w[k] > high ? w[k] : high;
+    }
+    const float spread = high - low;
+    *scale = 0;
+    *offset = narrow(low);
+    if (spread > 0) {
+        float lift = 1, center = 0;
+        if (spread < NARROW_STEP * top) { /* by a power of two, which changes no digit */
+            int exponent = ilogbf(COMFORTABLE_RANGE / spread);
+            lift = ldexpf(1, exponent > 120 ? 120 : exponent);
+            center = low / 2 + high / 2;
+        }
+        for (int64_t k = 0; k < n; k++) x[k] = (w[k] - center) * lift;
+        const float inverse = top / (spread * lift);
+        const float zero = settled_zero(x, n, inverse, -(low - center) * lift * inverse, top);
+        const float step = 1 / inverse / lift;
+        *scale = narrow(step);
+        *offset = narrow((half - zero) * step + center);
+    }
+    const float step = widen(*scale), base = widen(*offset);
+    for (int64_t k = 0; k < n; k++) q[k] = step == 0 ? (uint8_t)half : (uint8_t)level((w[k] - base) / step + half, top);
+}
+
+/* The inverse of unpack_chunk: `width` bits of each of 32 values, from bit `done` on, into 4 * width bytes. */
+INLINE void pack_plane(const uint8_t *q, int width, int done, uint8_t *plane) {
+    for (int i = 0; i < 4 * width; i++) {
+        int byte = 0;
+        for (int j = 0; j < 8 / width; j++) byte |= ((q[i + 4 * width * j] >> done) & ((1 << width) - 1)) << (j * width);
+        plane[i] = (uint8_t)byte;
+    }
+}
+
+static void pack_chunk(const uint8_t *q, int64_t bits, uint8_t *packed) {
+    switch (bits) {
+    case 2: pack_plane(q, 2, 0, packed); break;
+    case 3: pack_plane(q, 2, 0, packed); pack_plane(q, 1, 2, packed + 8); break;
+    case 4: pack_plane(q, 4, 0, packed); break;
+    case 8: memcpy(packed, q, CHUNK); break;
+    }
+}
+
+/* weight [rows, K], finite float32. On the calling thread alone: callers share blocks of rows out. */
+void river_quantize(const float *weight, uint8_t *packed, bf16 *scale, bf16 *offset, int64_t rows, int64_t K,
+                    int64_t bits, int64_t group) {
+    uint8_t q[MOST_IN_GROUP];
+    for (int64_t g = 0; g < rows * K / group; g++) {
+        quantize_group(weight + g * group, group, (int)bits, scale + g, offset + g, q);
+        for (int64_t k = 0; k < group; k += CHUNK) pack_chunk(q + k, bits, packed + (g * group + k) * bits / 8);
+    }
+}
+
+int64_t river_most_in_group(void) { return MOST_IN_GROUP; }

@@ -25,6 +25,7 @@ _SOURCE = Path(__file__).with_name("native.c")
 # Not -ffast-math: linked into a library it makes the whole process flush denormals to zero.
 _FLAGS = ["-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros", "-fassociative-math"]
 _LINK = ["-fopenmp", "-shared", "-fPIC", "-Wl,--as-needed"]
+_LIBRARIES = ["-lm"]
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 _BUILD_LIMIT_S = 120
 
@@ -43,6 +44,10 @@ class Library:
         self._linear.argtypes, self._linear.restype = [pointer] * 5 + [integer] * 6, None
         self._dequantize = library.river_dequantize
         self._dequantize.argtypes, self._dequantize.restype = [pointer] * 4 + [integer] * 5, None
+        self._quantize = library.river_quantize
+        self._quantize.argtypes, self._quantize.restype = [pointer] * 4 + [integer] * 4, None
+        library.river_most_in_group.restype = integer
+        self.most_in_group: int = library.river_most_in_group()
         library.river_takes_bf16.argtypes, library.river_takes_bf16.restype = [integer], integer
         self._takes_bf16 = {bits: bool(library.river_takes_bf16(bits)) for bits in (2, 3, 4, 8)}
 
@@ -63,6 +68,13 @@ class Library:
         rows, columns = out.shape
         pointers = (packed.data_ptr(), scale.data_ptr(), offset.data_ptr(), out.data_ptr())
         self._dequantize(*pointers, rows, columns, bits, columns // scale.shape[1], _DTYPES[out.dtype])
+
+    def quantize(self, weight: Tensor, parts: Mapping[str, Tensor], bits: int) -> None:
+        """weight [n, K], contiguous, finite float32, into parts of n rows, one thread; groups up to `most_in_group`."""
+        packed, scale, offset = parts["packed"], parts["scale"], parts["offset"]
+        pointers = (weight.data_ptr(), packed.data_ptr(), scale.data_ptr(), offset.data_ptr())
+        rows, columns = weight.shape
+        self._quantize(*pointers, rows, columns, bits, columns // scale.shape[1])
 
 
 @lru_cache
@@ -96,7 +108,7 @@ def _built(directory: Path) -> Path:
     handle, building = tempfile.mkstemp(dir=directory, suffix=".so")
     os.close(handle)
     try:
-        command += [str(_SOURCE), "-o", building, openmp]
+        command += [str(_SOURCE), "-o", building, openmp, *_LIBRARIES]
         done = subprocess.run(command, capture_output=True, text=True, timeout=_BUILD_LIMIT_S, check=False)
         if done.returncode:
             raise Unavailable(f"{compiler} failed: {done.stderr.strip().splitlines()[-1:]}")

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from river_offload.quant.hqq import fitting, quantize_matrix
 from river_offload.quant.kernels import Choice, Kernel, MatrixSpec, choose
 from river_offload.quant.linear import RiverLinear
+from river_offload.quant.native import Library, Unavailable
 from river_offload.quant.packing import QuantizedMatrix
 
 State = dict[str, Tensor]
@@ -42,8 +43,16 @@ def warn_of_misfits(layers: Sequence[nn.Module], group: int) -> None:
         warnings.warn(f"river: {sentence}", stacklevel=2)
 
 
-def quantize_layer(tensors: Mapping[str, Tensor], names: Sequence[str], bits: int, group: int) -> State:
+def quantize_layer(
+    tensors: Mapping[str, Tensor],
+    names: Sequence[str],
+    bits: int,
+    group: int,
+    library: Library | Unavailable | None = None,
+) -> State:
     """Quantizes the linears `names` of one layer whose tensors (weights [N, K] and biases) are `tensors`.
+
+    `library` is as for `quantize_matrix`.
 
     Needs the state itself plus some megabytes. Raises CheckpointError for NaN or infinite weights.
     """
@@ -54,7 +63,7 @@ def quantize_layer(tensors: Mapping[str, Tensor], names: Sequence[str], bits: in
         if fit.group is None:
             state[f"{name}.weight"] = weight.detach().clone()
         else:
-            matrix = quantize_matrix(weight, bits, fit.group, name=f"{name}.weight")
+            matrix = quantize_matrix(weight, bits, fit.group, name=f"{name}.weight", library=library)
             state |= {f"{name}.packed": matrix.packed, f"{name}.scale": matrix.scale, f"{name}.offset": matrix.offset}
         if (bias := tensors.get(f"{name}.bias")) is not None:
             state[f"{name}.bias"] = bias.detach().clone()

@@ -1,11 +1,25 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
+from river_offload.config import default_cache_dir
 from river_offload.errors import CheckpointError
+from river_offload.quant import hqq
 from river_offload.quant.hqq import fitting, quantize_matrix
-from river_offload.quant.packing import dequantize
+from river_offload.quant.native import Library, Unavailable, load
+from river_offload.quant.packing import dequantize, unpack
+
+NO_COMPILER = Unavailable("no C compiler")
+
+
+@pytest.fixture(params=["ours", "library"], autouse=True)
+def quantizer(request: pytest.FixtureRequest, native_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each test is of both: our C code, and the library that serves without a compiler."""
+    if request.param == "library":
+        monkeypatch.setattr(hqq, "load", lambda _: NO_COMPILER)
 
 
 def _weight(rows: int, columns: int, size: float = 0.02) -> torch.Tensor:
@@ -62,6 +76,27 @@ def test_weights_that_are_not_finite_are_refused_by_name(bad: float) -> None:
     weight[66, 5] = bad
     with pytest.raises(CheckpointError, match=r"layers\.3\.up.*rows 64 to 69"):
         quantize_matrix(weight, 4, 64, name="layers.3.up")
+
+
+@pytest.mark.parametrize("group", (32, 64, 128))
+@pytest.mark.parametrize("bits", (2, 3, 4, 8))
+@pytest.mark.parametrize(
+    "weight", (_weight(64, 512), _weight(64, 512, 3), 1 + _weight(64, 512, 1e-5)), ids=lambda _: "w"
+)
+def test_ours_finds_what_the_library_finds(weight: torch.Tensor, bits: int, group: int) -> None:
+    """Both stop by a rule of their own, so some values are a step apart.
+
+    Weights of size 3 have errors that HQQ takes for outliers.
+    """
+    library = load(default_cache_dir())
+    assert isinstance(library, Library)
+    ours = quantize_matrix(weight, bits, group, library=library)
+    theirs = quantize_matrix(weight, bits, group, library=NO_COMPILER)
+    steps = unpack(ours.packed, bits).int() - unpack(theirs.packed, bits).int()
+    assert steps.abs().max() <= 1
+    assert (steps != 0).float().mean() < 0.01
+    errors = [(dequantize(matrix) - weight).norm() for matrix in (ours, theirs)]
+    assert errors[0] <= 1.001 * errors[1]
 
 
 def test_fitting_group() -> None:
