@@ -11,27 +11,38 @@ of all so far follows at the end, or at Ctrl-C.
 from __future__ import annotations
 
 import argparse
-import gzip
 import json
+import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+from prompts import add_prompt_options, chat_inputs, read_prompts
 from transformers import AutoModelForCausalLM
 
 import river_offload
 from river_offload.checkpoint.source import resolve
 from river_offload.config import default_cache_dir
+from river_offload.errors import RiverError
 from river_offload.progress import Silent
 
 DRAFTS = ("backbone", "2", "4", "8", "16", "adaptive")
 
 
-def main() -> None:
-    """Run the prompts, print a line for each and the table."""
-    asked = _arguments()
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Exit codes as everywhere: 0, or that of the error, which is told on stderr."""
+    try:
+        compare(_arguments(arguments))
+    except RiverError as error:
+        print(f"draft_table: {error}", file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+def compare(asked: argparse.Namespace) -> None:
+    """Run the prompts, print a line for each and the table. Raises UsageError and what `load` raises."""
+    prompts = read_prompts(asked)
     mode = "lossless" if asked.gate is None else "gated"
     options = {"budget": asked.budget, "context": asked.context, "dtype": asked.dtype, "slots": asked.slots}
     options["link_limit"] = asked.link_limit
@@ -46,7 +57,7 @@ def main() -> None:
         )
         rows: dict[str, list[dict[str, Any]]] = defaultdict(list)
         try:
-            for number, text in enumerate(_prompts(asked)):
+            for number, text in enumerate(prompts):
                 for name, row in _one_prompt(model, plain, text, asked):
                     rows[name].append(row)
                     print(json.dumps({"prompt": number, "draft": name, **row}), flush=True)
@@ -80,9 +91,7 @@ def _plain_model(asked: argparse.Namespace) -> Any:
 
 
 def _one_prompt(model: Any, plain: Any, text: str, asked: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]]:
-    tokenizer = model.river.tokenizer
-    chat = [{"role": "user", "content": text}]
-    inputs = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    inputs = chat_inputs(model.river.tokenizer, text)
     expected = None
     if plain is not None:
         expected = plain.generate(**inputs, max_new_tokens=asked.tokens, do_sample=False)[0].tolist()
@@ -109,20 +118,10 @@ def _one_prompt(model: Any, plain: Any, text: str, asked: argparse.Namespace) ->
         )
 
 
-def _prompts(asked: argparse.Namespace) -> list[str]:
-    path = Path(asked.prompts)
-    data = path.read_bytes()
-    lines: Iterable[bytes] = (gzip.decompress(data) if path.suffix == ".gz" else data).splitlines()
-    return [json.loads(line)[asked.field] for line in lines if line.strip()][asked.skip : asked.skip + asked.count]
-
-
-def _arguments() -> argparse.Namespace:
+def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", help="as for river-offload")
-    parser.add_argument("--prompts", required=True, help="JSON lines, may be gzipped")
-    parser.add_argument("--field", default="question", help="where a line has its prompt")
-    parser.add_argument("--count", type=int, default=20, help="prompts")
-    parser.add_argument("--skip", type=int, default=0, help="prompts to leave out at the beginning")
+    add_prompt_options(parser, count=20, required=True)
     parser.add_argument("--tokens", type=int, default=128, help="new tokens of each")
     parser.add_argument("--drafts", nargs="+", default=DRAFTS, help="lengths, adaptive, or backbone for no drafts")
     parser.add_argument("--gate", type=float, help="mode gated with this gate instead of lossless")
@@ -132,8 +131,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--context", type=int, default=512)
     parser.add_argument("--slots", type=int, default=2)
     parser.add_argument("--dtype", default="float32", help="float32: text of two ways to compute is comparable")
-    return parser.parse_args()
+    return parser.parse_args(arguments)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -9,15 +9,18 @@ Points are written after each prompt, so a run that is stopped has said somethin
 from __future__ import annotations
 
 import argparse
-import gzip
 import json
+import sys
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from prompts import add_prompt_options, chat_inputs, read_prompts
+
 import river_offload
+from river_offload.errors import RiverError, UsageError
 from river_offload.eval.fidelity import (
     Point,
     Scored,
@@ -33,13 +36,22 @@ from river_offload.eval.fidelity_plot import draw
 Key = tuple[str, float | None, str]
 
 
-def main() -> None:
-    """Measure or read points, and draw them."""
-    asked = _arguments()
-    if asked.read:
-        points = [Point(**values) for path in asked.read for values in json.loads(Path(path).read_text())]
-    else:
-        points = measure(asked)
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Exit codes as everywhere: 0, or that of the error, which is told on stderr."""
+    asked = _arguments(arguments)
+    try:
+        points = _read(asked.read) if asked.read else measure(asked)
+        show(points)
+        if asked.plot:
+            draw(points, Path(asked.plot), asked.title)
+    except RiverError as error:
+        print(f"fidelity: {error}", file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+def show(points: Sequence[Point]) -> None:
+    """Print a table."""
     print("| curve | setting | text | layers a token | agreement | KL | tokens |\n|---|---|---|---|---|---|---|")
     for one in points:
         setting = "" if one.setting is None else f"{one.setting:g}"
@@ -47,12 +59,13 @@ def main() -> None:
             f"| {one.curve} | {setting} | {one.forcing} | {one.layers_per_token:.1f} | {one.agreement:.3f} "
             f"| {one.kl:.3f} | {one.tokens} |"
         )
-    if asked.plot:
-        draw(points, Path(asked.plot), asked.title)
 
 
 def measure(asked: argparse.Namespace) -> list[Point]:
-    """Run every setting on every prompt."""
+    """Run every setting on every prompt. Raises UsageError and what `load` raises."""
+    if not asked.prompts:
+        raise UsageError("give --prompts to measure, or --read to draw points of earlier runs")
+    prompts = read_prompts(asked)
     model = river_offload.load(
         asked.model,
         mode="lossless",
@@ -64,7 +77,7 @@ def measure(asked: argparse.Namespace) -> list[Point]:
     scored: dict[Key, list[Scored]] = defaultdict(list)
     points: list[Point] = []
     with model.river:
-        for number, text in enumerate(_prompts(asked)):
+        for number, text in enumerate(prompts):
             for key, one in _one_prompt(model, text, asked):
                 scored[key].append(one)
             points = [point(curve, setting, forcing, found) for (curve, setting, forcing), found in scored.items()]
@@ -76,10 +89,7 @@ def measure(asked: argparse.Namespace) -> list[Point]:
 
 def _one_prompt(model: Any, text: str, asked: argparse.Namespace) -> Iterator[tuple[Key, Scored]]:
     river = model.river
-    chat = [{"role": "user", "content": text}]
-    prompt = river.tokenizer.apply_chat_template(
-        chat, add_generation_prompt=True, return_tensors="pt", return_dict=True
-    )["input_ids"]
+    prompt = chat_inputs(river.tokenizer, text)["input_ids"]
     whole = reference(model, prompt, asked.tokens)
     blocks = drafted_blocks(model, whole, prompt.shape[1], asked.block)
     walk = (asked.block, river.draft_depth, river.num_layers)
@@ -98,20 +108,22 @@ def _one_prompt(model: Any, text: str, asked: argparse.Namespace) -> Iterator[tu
         yield (curve, setting, "free"), free_running(model, prompt, asked.tokens, **options, **drafts)
 
 
-def _prompts(asked: argparse.Namespace) -> list[str]:
-    path = Path(asked.prompts)
-    data = path.read_bytes()
-    lines = (gzip.decompress(data) if path.suffix == ".gz" else data).splitlines()
-    return [json.loads(line)[asked.field] for line in lines if line.strip()][: asked.count]
+def _read(paths: Sequence[str]) -> list[Point]:
+    """Points of earlier runs. Raises UsageError for files that hold none."""
+    points = []
+    for path in paths:
+        try:
+            points += [Point(**values) for values in json.loads(Path(path).read_text(encoding="utf-8"))]
+        except (OSError, ValueError, TypeError) as error:
+            raise UsageError(f"--read {path}: expected points that --out has written: {error}") from error
+    return points
 
 
-def _arguments() -> argparse.Namespace:
+def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", nargs="?", default="demo", help="as for river-offload")
     parser.add_argument("--read", nargs="+", help="draw points of earlier runs instead of measuring")
-    parser.add_argument("--prompts", help="JSON lines, may be gzipped")
-    parser.add_argument("--field", default="question", help="where a line has its prompt")
-    parser.add_argument("--count", type=int, default=20, help="prompts")
+    add_prompt_options(parser, count=20)
     parser.add_argument("--tokens", type=int, default=128, help="new tokens of each")
     parser.add_argument("--block", type=int, default=16, help="tokens drafted before a check")
     parser.add_argument("--taus", type=float, nargs="*", default=(0.5, 0.9, 0.95, 0.97, 0.975, 0.98, 0.985))
@@ -123,8 +135,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--out", help="write the points here, JSON")
     parser.add_argument("--plot", help="write the picture here")
     parser.add_argument("--title", default="agreement with the backbone", help="of the picture")
-    return parser.parse_args()
+    return parser.parse_args(arguments)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

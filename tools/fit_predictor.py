@@ -22,6 +22,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from prompts import add_prompt_options, chat_inputs, read_prompts
+
 from policies.calibration import Calibration
 from policies.predictor import DepthPredictor, Moment
 from policies.simulate import steps_of
@@ -123,29 +125,16 @@ def _generated(options: argparse.Namespace) -> Trace:
     """The trace of the model answering the prompts, greedily."""
     import river_offload  # brings torch
 
-    prompts = _prompts(Path(options.prompts), options.field, options.count)
+    prompts = read_prompts(options)
     model = river_offload.load(options.model, mode="exit", tau=options.tau, context=options.context)
     with model.river as river:
         for number, prompt in enumerate(prompts, start=1):
-            text = [{"role": "user", "content": prompt}]
-            inputs = river.tokenizer.apply_chat_template(
-                text, add_generation_prompt=True, return_tensors="pt", return_dict=True
-            )
+            inputs = chat_inputs(river.tokenizer, prompt)
             model.generate(**inputs, max_new_tokens=options.tokens, do_sample=False)
             print(f"\r{number} of {len(prompts)} prompts", end="", file=sys.stderr, flush=True)
         print(file=sys.stderr)
         trace: Trace = river.trace
         return trace
-
-
-def _prompts(path: Path, field: str, count: int) -> list[str]:
-    try:
-        rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()[:count]]
-        return [str(row[field]) for row in rows]
-    except OSError as error:
-        raise UsageError(f"prompts {path} cannot be read: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError) as error:
-        raise UsageError(f"prompts {path}: expected JSON lines with a field {field!r} ({error!r})") from error
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -154,9 +143,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", metavar="FILE", help="write the coefficients as JSON")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--model", help="generate the passages with this model instead of reading traces")
-    parser.add_argument("--prompts", metavar="FILE", help="JSON lines, one prompt each")
-    parser.add_argument("--field", default="question", help="the field of a line that is the prompt")
-    parser.add_argument("--count", type=int, default=20, help="prompts to use")
+    add_prompt_options(parser, count=20)
     parser.add_argument("--tokens", type=int, default=100, help="new tokens for each")
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--tau", type=float, default=0.5)

@@ -22,6 +22,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from prompts import add_prompt_options, chat_inputs, read_prompts
+
 import river_offload
 from policies.acceptance import Acceptance
 from policies.depths import Depths
@@ -119,10 +121,10 @@ class _Source:
         """Raises UsageError for what is missing, or has no effect."""
         if (asked.prompts is None) == (asked.replay is None):
             raise UsageError("give --prompts for a trained model, or --replay for one of random weights")
-        if asked.count < 1 or asked.tokens < 2:
-            raise UsageError(f"--count {asked.count} --tokens {asked.tokens}: expected at least 1 and 2")
+        if asked.tokens < 2:
+            raise UsageError(f"--tokens {asked.tokens}: expected at least 2, the first is not timed")
         if asked.replay is None:
-            return cls(_prompts(asked), {}, None)
+            return cls(read_prompts(asked), {}, None)
         if asked.traces is not None:
             raise UsageError("--traces has no effect with --replay: leave it out")
         modes = {name: SETTINGS[name]["mode"] for name in asked.settings}
@@ -162,10 +164,7 @@ def _written(model: Any, name: str, source: _Source, asked: argparse.Namespace) 
     """Text of prompts in their chat template, greedily; with --traces the passages of all of them are kept."""
     river, records = model.river, []
     for text in source.prompts:
-        chat = [{"role": "user", "content": text}]
-        inputs = river.tokenizer.apply_chat_template(
-            chat, add_generation_prompt=True, return_tensors="pt", return_dict=True
-        )
+        inputs = chat_inputs(river.tokenizer, text)
         with river.using(**SETTINGS[name]):
             yield _run(model, name, inputs, asked.tokens)
         records += river.account.records
@@ -267,26 +266,12 @@ def _file(name: str) -> str:
     return name.replace(", ", "-").replace(" ", "") + ".jsonl"
 
 
-def _prompts(asked: argparse.Namespace) -> list[str]:
-    try:
-        lines = Path(asked.prompts).read_text(encoding="utf-8").splitlines()
-        return [json.loads(line)[asked.field] for line in lines[: asked.count]]
-    except (OSError, ValueError) as error:
-        raise UsageError(f"--prompts {asked.prompts}: cannot be read as JSON lines: {error}") from error
-    except (KeyError, TypeError) as error:
-        raise UsageError(
-            f"--prompts {asked.prompts}: no field {asked.field} in a line: name it with --field"
-        ) from error
-
-
 def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     given = list(sys.argv[1:] if arguments is None else arguments)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", help="as for river-offload")
     parser.add_argument("--budget", required=True)
-    parser.add_argument("--prompts", help="JSON lines")
-    parser.add_argument("--field", default="question", help="where a line has its prompt")
-    parser.add_argument("--count", type=int, default=3, help="prompts")
+    add_prompt_options(parser, count=3)
     parser.add_argument("--tokens", type=int, default=64, help="new tokens of each")
     parser.add_argument("--traces", help="a folder: keep what the modes did, for --replay")
     parser.add_argument("--replay", help="a folder that --traces has written")

@@ -9,14 +9,18 @@ from types import ModuleType
 
 import pytest
 
+TOOLS = Path(__file__).parents[2] / "tools"
+
 
 @pytest.fixture(scope="module")
 def tool(request: pytest.FixtureRequest) -> ModuleType:
-    """The module of `tools/NAME.py`, for `test_NAME.py`."""
+    """The module of `tools/NAME.py`, for `test_NAME.py`. What it imports beside it is found, as when it is run."""
     name = request.path.stem.removeprefix("test_")
-    spec = importlib.util.spec_from_file_location(name, Path(__file__).parents[2] / "tools" / f"{name}.py")
+    spec = importlib.util.spec_from_file_location(name, TOOLS / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(TOOLS)
+        spec.loader.exec_module(module)
     return module
