@@ -205,7 +205,7 @@ class RiverConfig:
     def give_back(self) -> int:
         """The most tokens that a KV cache must be able to give back: a whole draft, where a mode drafts."""
         drafts = any(Mode.parse(mode).drafts for mode in (self.mode, *self.also_modes))
-        return MOST_DRAFTED if drafts else 0
+        return MOST_DRAFTED + 1 if drafts else 0
 
     @classmethod
     def from_options(cls, **options: Any) -> RiverConfig:

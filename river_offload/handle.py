@@ -135,6 +135,8 @@ class River:
 
     @gate.setter
     def gate(self, gate: float) -> None:
+        if self._flow.rule.mode.kind != "gated":
+            raise UsageError(f"gate has no effect in mode {self.mode}: only mode gated asks it")
         self._gate = float(check_option("gate", gate))
 
     @property
@@ -146,6 +148,8 @@ class River:
 
     @draft.setter
     def draft(self, draft: str | int) -> None:
+        if not self.drafts:
+            raise UsageError(f"draft has no effect in mode {self.mode}: only modes lossless and gated draft")
         self._draft = check_option("draft", draft)
 
     @property

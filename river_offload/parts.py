@@ -88,7 +88,7 @@ class CheckpointParts:
     def linears(self, layer: int, *, resident: bool, river: nn.Module | None) -> Mapping[str, torch.Tensor]:
         state = self._cache.read_layer(layer) if river is not None else None
         if river is not None and state is None:
-            # From the dtype on disk and on the CPU, whatever the model computes in and where: one river for all.
+            # From the dtype on disk and on the CPU: one river whatever the model computes in, and where.
             names = linear_names(river)
             state = quantize_layer(
                 self._stored(layer), names, self._precision.bits, self._precision.group, self._library

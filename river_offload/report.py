@@ -15,7 +15,7 @@ def generation_report(account: Account, num_layers: int) -> dict[str, Any]:
     """What the passages of a generation did. Byte counts are bytes, times are seconds."""
     records = account.records
     later = [record.depth for record in records if record.path != "prefill"]
-    new_tokens = account.new_tokens or len(records)
+    new_tokens = account.new_tokens or _text_tokens(records)
     drafted = any(record.path in ("draft", "check") for record in records)
     later_tokens = max(new_tokens - 1, 1) if drafted else len(later)
     prefill_depth = next((record.depth for record in records if record.path == "prefill"), None)
@@ -26,13 +26,19 @@ def generation_report(account: Account, num_layers: int) -> dict[str, Any]:
         **checking_figures(records, num_layers, new_tokens),
         "depths": [record.depth for record in records],
         "prefill_depth": prefill_depth,
-        "tokens_per_s": account.new_tokens / account.seconds if account.seconds else None,
+        "tokens_per_s": new_tokens / account.seconds if account.seconds else None,
         "bytes_streamed": sum(record.bytes_streamed for record in records),
         "wait_s": sum(record.wait_s for record in records),
         "misses": sum(record.misses for record in records),
         "wasted_bytes": sum(record.wasted_bytes for record in records),
         "peak_device_bytes": account.peak_device_bytes,
     }
+
+
+def _text_tokens(records: Sequence[PassageRecord]) -> int:
+    """Tokens a row of a text that was broken off. The last piece of a prompt gives one, however many pieces it has."""
+    later = sum(record.text_tokens for record in records if record.path != "prefill")
+    return later + any(record.path == "prefill" for record in records)
 
 
 def generation_seconds(account: Account) -> dict[str, float]:

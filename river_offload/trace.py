@@ -52,16 +52,20 @@ class PassageRecord:
     copy_s: float | None = None
     """Seconds in which the link was copying since the passage before; None in traces that do not know."""
     accepted: int = 0
-    """Drafted tokens a row that this check kept; it looked at new_tokens - 1 of them."""
+    """Drafted tokens a row that this check kept, of the new_tokens - 1 that it looked at; of a draft that is kept
+    without a check, its one."""
     decided: int = 0
     """New tokens a row that this check decided or confirmed, the one after the last accepted included."""
+    added: int | None = None
+    """Tokens a row that the text grew by in this check; None for other passages, which do not say it."""
 
     @property
     def text_tokens(self) -> int:
-        """Tokens a row that came of a passage after a prompt: a draft's are those that a check keeps."""
-        # Mode lossless decides every token, and none after the end of a text.
-        checked = self.decided if self.mode == "lossless" else self.accepted + 1
-        return {"draft": 0, "check": checked}.get(self.path, 1)
+        """Tokens a row that came of this passage: a draft's come of the check that keeps them, or, where nobody checks,
+        of the draft itself."""
+        if self.path == "draft":
+            return self.accepted
+        return 1 if self.added is None else self.added
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values; a signal that is not finite becomes null, since JSON knows no NaN."""
@@ -174,20 +178,22 @@ class Account:
 def checking_figures(records: Sequence[PassageRecord], num_layers: int, new_tokens: int) -> dict[str, Any]:
     """What one generation asked of the backbone after its prompt; shares and means are None where there is nothing.
 
-    `backbone_passes` ran every backbone layer; `tokens_per_backbone_pass` counts the tokens after the first, which is
-    the prompt's; `checked_share` is the share of those that the backbone decided or confirmed: 1 in mode lossless.
+    All count the tokens after the first, which is the prompt's. `backbone_passes` ran every backbone layer;
+    `bytes_per_token` leaves out what was streamed for the prompt, as the account of a trace does; `checked_share` is
+    the share of the tokens that the backbone decided or confirmed: 1 in mode lossless.
     """
     after_prompt = [record for record in records if record.path != "prefill"]
     passes = sum(record.depth == num_layers for record in after_prompt if record.path != "draft")
     drafted = sum(record.path == "draft" for record in after_prompt)
     later_tokens = max(new_tokens - 1, 0)
     checked = sum(record.decided for record in after_prompt)
+    nbytes = sum(record.bytes_streamed for record in after_prompt)
     return {
         "backbone_passes": passes,
         "drafted": drafted,
         "accepted": sum(record.accepted for record in after_prompt),
         "tokens_per_backbone_pass": later_tokens / passes if passes else None,
-        "bytes_per_token": sum(record.bytes_streamed for record in records) / new_tokens if new_tokens else None,
+        "bytes_per_token": nbytes / later_tokens if later_tokens else None,
         "checked_share": checked / later_tokens if later_tokens and drafted else None,
     }
 
@@ -222,6 +228,7 @@ def _require(name: str, value: object) -> None:
 
 _EXPECTED: dict[str, tuple[str, Callable[[object], bool]]] = {
     "path": (f"one of {', '.join(PATHS)}", lambda value: value in PATHS),
+    "added": ("a whole number of at least 0 or nothing", lambda value: value is None or _is_count(value)),
     "margin": ("a number or nothing", lambda value: value is None or _is_number(value)),
     "mode": ("the name of a mode", lambda value: isinstance(value, str)),
     "signals": ("a list of numbers", _is_signals),

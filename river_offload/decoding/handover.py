@@ -10,7 +10,7 @@ from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.stopping_criteria import StoppingCriteriaList, StopStringCriteria
 
 from policies.drafting import GATED_DRAFT, FixedLength
-from river_offload.decoding.loop import Plan, decoding_method
+from river_offload.decoding.loop import DraftPlan, decoding_method
 from river_offload.errors import UsageError
 from river_offload.handle import River
 
@@ -57,7 +57,8 @@ def take_over(
         own_config = _stop_at(stops, river, config if own_config is None else own_config, kwargs)
     gate = river.gate if river.mode == "gated" else None
     # Without checks there is nothing to adapt to, and a draft of no tokens would go on for ever.
-    plan = Plan(river.draft_depth, FixedLength(GATED_DRAFT) if gate == 0 else river.drafting, gate, river.acceptance)
+    drafting = FixedLength(GATED_DRAFT) if gate == 0 else river.drafting
+    plan = DraftPlan(river.draft_depth, drafting, gate, river.acceptance)
     kwargs["custom_generate"] = decoding_method(river.flow, plan, cache_name, kwargs.get("streamer"))
     return own_config
 
@@ -82,7 +83,8 @@ def _require_supported(river: River, config: GenerationConfig, kwargs: dict[str,
     options = dict(kwargs)
     merged.update(**{name: value for name, value in options.items() if hasattr(merged, name)})
     asked = merged.get_generation_mode(options.get("assistant_model"))
-    other = next((name for name in _NAMES if options.get(name) is not None), None)
+    others = (name for name in _NAMES if options.get(name) is not None and (name, options[name]) != ("num_beams", 1))
+    other = next(others, None)
     if asked not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE) or other in ("custom_generate", "use_mtp"):
         what = _NAMES.get(other or "", str(getattr(asked, "value", asked)).replace("_", " "))
         raise _refused(mode, what, "greedy search and sampling")

@@ -31,11 +31,11 @@ from policies.exit import DraftExit
 from river_offload.decoding.text import Text
 from river_offload.errors import UsageError
 from river_offload.kv.cache import SharedCache
-from river_offload.passage import Flow
+from river_offload.passage import Flow, margins
 
 
 @dataclass(frozen=True)
-class Plan:
+class DraftPlan:
     """How a generation drafts and when it asks the backbone."""
 
     depth: int
@@ -64,7 +64,7 @@ class Block:
         return len(self.tokens)
 
 
-def decoding_method(flow: Flow, plan: Plan, cache_name: str, streamer: BaseStreamer | None) -> Callable[..., Any]:
+def decoding_method(flow: Flow, plan: DraftPlan, cache_name: str, streamer: BaseStreamer | None) -> Callable[..., Any]:
     """What to hand to `generate` as `custom_generate`: it prepares everything as ever, the loop is ours.
 
     Args:
@@ -84,7 +84,16 @@ def decoding_method(flow: Flow, plan: Plan, cache_name: str, streamer: BaseStrea
         output = model._prefill(input_ids, generation_config, kwargs)
         cache = kwargs.get(cache_name)
         _require_croppable(cache)
-        text = Text(model, input_ids, kwargs, generation_config, logits_processor, stopping_criteria, streamer)
+        text = Text(
+            model,
+            input_ids,
+            kwargs,
+            generation_config,
+            logits_processor,
+            stopping_criteria,
+            streamer,
+            flow.closing_tokens,
+        )
         logits = output.logits[:, -1].clone()
         del output  # or the logits of a whole prompt would stay
         text.add(*text.pick(text.ids, logits), logits)
@@ -99,7 +108,7 @@ def decoding_method(flow: Flow, plan: Plan, cache_name: str, streamer: BaseStrea
 class _Rounds:
     """Drafts and checks of one generation."""
 
-    def __init__(self, flow: Flow, plan: Plan, text: Text, cache: Cache) -> None:
+    def __init__(self, flow: Flow, plan: DraftPlan, text: Text, cache: Cache) -> None:
         self.flow = flow
         self.plan = plan
         self.text = text
@@ -122,6 +131,7 @@ class _Rounds:
     def _draft(self) -> Block:
         """Draft until the policy says stop, there is no room left, or every row has come to its end."""
         block, text = Block(), self.text
+        writing = text.writing
         # A check adds a token of its own: in front of the last one there is nothing to draft.
         most = text.room - (self.plan.gate != 0)
         with self.flow.part("draft", self._draft_rule):
@@ -130,35 +140,41 @@ class _Rounds:
                 ids, kwargs = text.extended(block.tokens)
                 logits = self._logits(ids, kwargs, 1)[:, 0]
                 token, scores = text.pick(ids, logits)
-                self._put(block, token, scores, logits)
+                token = text.padded(token, writing)
+                self._put(block, token, scores, logits, writing)
                 self.plan.drafting.drafted(time.perf_counter() - started_s)
-                if self._ends(token):
+                writing = writing & ~text.ends(token)
+                if not bool(writing.any()):
                     break
         return block
 
-    def _put(self, block: Block, token: torch.Tensor, scores: torch.Tensor, logits: torch.Tensor) -> None:
-        margins = self.flow.margins
-        assert margins is not None
-        if self.plan.acceptance is not None:
-            # The flow's, too: the records of the trace then tell the margins that were gone by.
-            margins = torch.full_like(margins, self.plan.acceptance.of(len(block)).margin)
-            self.flow.margins = margins
+    def _put(
+        self, block: Block, token: torch.Tensor, scores: torch.Tensor, logits: torch.Tensor, writing: torch.Tensor
+    ) -> None:
+        sureness = self._sureness(scores, len(block))
+        self.flow.margins = sureness  # the records of the trace tell the margins that were gone by
         block.tokens.append(token)
-        block.margins.append(margins.masked_fill(~self.text.unfinished, 1.0).min().item())
-        block.sure.append(margins > (1.0 if self.plan.gate is None else self.plan.gate))
+        block.margins.append(sureness.masked_fill(~writing, 1.0).min().item())
+        block.sure.append(sureness > (1.0 if self.plan.gate is None else self.plan.gate))
         if self.plan.gate == 0:
             block.scores.append(scores)
             block.logits.append(logits)
 
-    def _ends(self, token: torch.Tensor) -> bool:
-        """Is this the end of every row that has not finished?"""
-        closing = torch.tensor(sorted(self.flow.closing_tokens), dtype=token.dtype, device=token.device)
-        return bool((torch.isin(token, closing) | ~self.text.unfinished).all())
+    def _sureness(self, scores: torch.Tensor, place: int) -> torch.Tensor:
+        """How sure the river is of the token that it picked by `scores`, [rows]: by what it was picked from, which
+        processors have changed, not by the logits."""
+        found = margins(scores[:, None]) if self.text.processes else self.flow.margins
+        assert found is not None
+        if self.plan.acceptance is not None:
+            return torch.full_like(found, self.plan.acceptance.of(place).margin)
+        return found
 
     def _keep(self, block: Block) -> None:
         """Nobody is asked: the river's tokens, on the river's keys and values."""
-        for token, scores, logits in zip(block.tokens, block.scores, block.logits, strict=True):
+        records = self.flow.trace.records[-len(block) :]
+        for token, scores, logits, record in zip(block.tokens, block.scores, block.logits, records, strict=True):
             self.text.add(token, scores, logits)
+            record.accepted = 1
             if self.text.done:
                 return
 
@@ -170,7 +186,11 @@ class _Rounds:
         with self.flow.part("check", self.flow.rule):
             logits = self._logits(ids, kwargs, len(block) + 1)
         record = self.flow.trace.records[-1]
-        record.accepted, record.decided = self._judge(block, logits)
+        length = self.text.ids.shape[1]
+        try:
+            record.accepted, record.decided = self._judge(block, logits)
+        finally:
+            record.added = self.text.ids.shape[1] - length
         if self.plan.acceptance is not None:
             self.plan.acceptance.checked(record.accepted, len(block))
         if not self.text.done:  # else it may be the text that ended, not the luck of the draft
@@ -189,12 +209,13 @@ class _Rounds:
         for index in range(len(block) + 1):
             token, scores = text.pick(text.ids, logits[:, index])
             drafted = index < len(block)
-            asked, wrong = text.unfinished, text.unfinished
+            writing = text.writing
+            asked, wrong = writing, writing
             if drafted:
                 right = block.sure[index] | self._agrees(block, index, token)
                 token = torch.where(right, block.tokens[index], token)
-                asked = text.unfinished & ~block.sure[index]
-                wrong = text.unfinished & ~right
+                asked = writing & ~block.sure[index]
+                wrong = writing & ~right
             goes_on = drafted and not bool(wrong.any())
             decided += bool(asked.any())
             accepted += goes_on
@@ -230,8 +251,14 @@ class _Rounds:
             completed = True
         finally:
             if not completed:
-                grown = self.text.ids.shape[1] - before
-                self._give_back(max(_length(self.cache) - cached - grown, 0))
+                self._cut_back(cached + self.text.ids.shape[1] - before)
+
+    def _cut_back(self, tokens: int) -> None:
+        """Leave so many tokens a row in every layer. A passage that broke off gave them to the first ones only; a cache
+        of ours has taken them back by itself."""
+        for layer in self.cache.layers:
+            if (excess := int(layer.get_seq_length()) - tokens) > 0:
+                layer.crop(-excess)
 
 
 def _length(cache: Cache) -> int:

@@ -23,6 +23,8 @@ class Text:
         ids: int64 [rows, tokens], the prompt included.
         kwargs: of the model for a text of this length: masks and positions as long as `ids`, the cache.
         unfinished: bool [rows].
+        pads: whether finished rows get padding. Where nothing does, they go on until all have finished.
+        processes: whether scores are anything but logits.
     """
 
     def __init__(
@@ -34,6 +36,7 @@ class Text:
         processors: LogitsProcessorList,
         criteria: StoppingCriteriaList,
         streamer: BaseStreamer | None,
+        closing_tokens: frozenset[int],
     ) -> None:
         self.model = model
         self.ids = ids
@@ -44,7 +47,9 @@ class Text:
         self._criteria = criteria
         self._streamer = streamer
         self._choice: Choice = Sampled(ids.device) if config.do_sample else Likeliest()
-        self._pads = any(hasattr(criterion, "eos_token_id") for criterion in criteria)
+        self.pads = any(hasattr(criterion, "eos_token_id") for criterion in criteria)
+        self.closing = torch.tensor(sorted(closing_tokens), dtype=ids.dtype, device=ids.device)
+        self.processes = bool(processors)
         wanted = bool(config.return_dict_in_generate)
         self._scores: tuple[torch.Tensor, ...] | None = () if wanted and config.output_scores else None
         self._logits: tuple[torch.Tensor, ...] | None = () if wanted and config.output_logits else None
@@ -58,6 +63,19 @@ class Text:
     def done(self) -> bool:
         """Are all rows finished? Waits for the device."""
         return not bool(self.unfinished.any())
+
+    @property
+    def writing(self) -> torch.Tensor:
+        """bool [rows]: those whose next token is one of their own, and may not be got wrong."""
+        return self.unfinished if self.pads else torch.ones_like(self.unfinished)
+
+    def padded(self, token: torch.Tensor, writing: torch.Tensor) -> torch.Tensor:
+        """`token`, [rows], with padding for those rows that are not `writing`."""
+        return torch.where(writing, token, self._config._pad_token_tensor.to(token.device)) if self.pads else token
+
+    def ends(self, token: torch.Tensor) -> torch.Tensor:
+        """Which rows are at their end with `token`, [rows], bool [rows]: as far as a token tells."""
+        return torch.isin(token, self.closing)
 
     def extended(self, tokens: list[torch.Tensor]) -> tuple[torch.Tensor, dict[str, Any]]:
         """`ids` and `kwargs` of the text with more tokens, [rows] each, after it. The text stays as it is."""
@@ -73,8 +91,7 @@ class Text:
 
     def add(self, token: torch.Tensor, scores: torch.Tensor, logits: torch.Tensor) -> None:
         """The text goes on with `token`, [rows]; finished rows get padding."""
-        if self._pads:
-            token = torch.where(self.unfinished, token, self._config._pad_token_tensor.to(token.device))
+        token = self.padded(token, self.unfinished)
         self._choice.settled(self.ids.shape[1])
         self.ids = torch.cat([self.ids, token[:, None]], dim=1)
         self.kwargs = grown(self.model, self.kwargs, 1)

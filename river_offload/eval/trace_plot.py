@@ -40,8 +40,8 @@ def trace_summary(trace: Trace) -> dict[str, Any]:
             "seconds": seconds,
             "stall_s": sum(record.wait_s for record in decode),
             "bytes_streamed": sum(record.bytes_streamed for record in decode),
-            "wasted_bytes": sum(getattr(record, "wasted_bytes", 0) for record in decode),
-            "misses": sum(getattr(record, "misses", 0) for record in decode),
+            "wasted_bytes": sum(record.wasted_bytes for record in decode),
+            "misses": sum(record.misses for record in decode),
             "depths": summary([record.depth for record in decode], trace.num_layers),
         },
         "drafting": _drafting(trace),
@@ -61,8 +61,9 @@ def _drafting(trace: Trace) -> dict[str, Any] | None:
     checks = [record for record in trace.records if record.path == "check"]
     if not drafts:
         return None
-    accepted, tokens = sum(check.accepted for check in checks), sum(check.text_tokens for check in checks)
-    nbytes = sum(record.bytes_streamed for record in (*drafts, *checks))
+    both = (*drafts, *checks)
+    accepted, tokens = sum(record.accepted for record in both), sum(record.text_tokens for record in both)
+    nbytes = sum(record.bytes_streamed for record in both)
     return {
         "drafted": len(drafts),
         "accepted": accepted,
@@ -191,7 +192,7 @@ def _bytes(axes: Axes, positions: list[int], records: Sequence[PassageRecord]) -
     width = 1.0 if len(records) > _FEW else 0.8
     largest = max(record.bytes_streamed for record in records)
     scale, unit = (2**30, "GiB") if largest >= 2**30 else (2**20, "MiB")
-    wasted = [getattr(record, "wasted_bytes", 0) / scale for record in records]
+    wasted = [record.wasted_bytes / scale for record in records]
     used = [max(record.bytes_streamed / scale - lost, 0.0) for record, lost in zip(records, wasted, strict=True)]
     axes.bar(positions, used, width=width, color=_BYTES, label="streamed")
     if any(wasted):

@@ -291,9 +291,9 @@ void river_linear(const void *x, const uint8_t *packed, const bf16 *scale, const
 #define NARROW_STEP 1e-4f /* HQQ clamps the inverse scale at 2e4: groups with steps below twice that are scaled up */
 #define MOST_IN_GROUP 256
 
-INLINE float level(float steps, float top) {
+INLINE float level(float steps, float top) { /* a NaN becomes 0 */
     float q = rintf(steps);
-    return q < 0 ? 0 : q > top ? top : q;
+    return q > 0 ? q < top ? q : top : 0;
 }
 
 /* What of the errors of a group counts as outliers, in steps. */

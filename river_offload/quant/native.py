@@ -99,7 +99,7 @@ def _built(directory: Path) -> Path:
         raise Unavailable("no C compiler (gcc or cc) was found")
     command = [compiler, *_FLAGS, *_LINK]
     openmp = _openmp_of_torch()
-    version = subprocess.run([compiler, "--version"], capture_output=True, timeout=_BUILD_LIMIT_S, check=False).stdout
+    version = _run([compiler, "--version"]).stdout
     identity = repr((command, openmp, version, _processor())).encode() + _SOURCE.read_bytes()
     path = directory / f"river-{hashlib.sha256(identity).hexdigest()[:16]}.so"
     if path.exists():
@@ -109,17 +109,24 @@ def _built(directory: Path) -> Path:
     os.close(handle)
     try:
         command += [str(_SOURCE), "-o", building, openmp, *_LIBRARIES]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_BUILD_LIMIT_S, check=False)
+        done = _run(command)
         if done.returncode:
-            raise Unavailable(f"{compiler} failed: {done.stderr.strip().splitlines()[-1:]}")
+            raise Unavailable(f"{compiler} failed: {(done.stderr.strip().splitlines() or ['it does not say why'])[-1]}")
         with open(building, "rb") as file:
             os.fsync(file.fileno())
         os.replace(building, path)
-    except subprocess.TimeoutExpired as error:
-        raise Unavailable(f"{compiler} took longer than {_BUILD_LIMIT_S} s") from error
     finally:
         Path(building).unlink(missing_ok=True)
     return path
+
+
+def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
+    try:
+        return subprocess.run(
+            command, capture_output=True, text=True, errors="replace", timeout=_BUILD_LIMIT_S, check=False
+        )
+    except subprocess.TimeoutExpired as error:
+        raise Unavailable(f"{command[0]} took longer than {_BUILD_LIMIT_S} s") from error
 
 
 def _openmp_of_torch() -> str:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from families import both, tokens
+from transformers import LogitsProcessor, LogitsProcessorList
 
 from river_offload.errors import UsageError
 
@@ -15,15 +16,20 @@ NEW = 24
 
 
 @torch.no_grad()
-def by_hand(model: Any, ids: torch.Tensor, gate: float, draft: int, new_tokens: int) -> tuple[list[int], int]:
-    """The text, and how many of its tokens the backbone had a say in: passage by passage, without the loop."""
+def by_hand(
+    model: Any, ids: torch.Tensor, gate: float, draft: int, new_tokens: int, sign: int = 1
+) -> tuple[list[int], int]:
+    """The text, and how many of its tokens the backbone had a say in: passage by passage, without the loop.
+
+    `sign`: scores are so many times the logits.
+    """
     river = model.river
     depth, cache = river.draft_depth, river.new_cache()
 
     def run(mode: str, text: list[int]) -> torch.Tensor:
         with river.using(mode=mode):
             fed = torch.tensor([text[cache.get_seq_length() :]])
-            return model(fed, past_key_values=cache, use_cache=True).logits[0]
+            return model(fed, past_key_values=cache, use_cache=True).logits[0] * sign
 
     text = ids[0].tolist()
     goal, decided = len(text) + new_tokens, 0
@@ -58,6 +64,42 @@ def test_sure_tokens_are_kept_and_the_backbone_decides_the_others(gate: float, d
     assert report["checked_share"] == pytest.approx(decided / (NEW - 1))
     assert 0 < report["checked_share"] < 1
     assert model.river.account.mode == "gated"
+
+
+class Upside(LogitsProcessor):
+    """The least likely token becomes the likeliest."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return -scores
+
+
+def test_the_gate_goes_by_what_the_token_was_picked_from(drafter: Callable[..., Any]) -> None:
+    model = drafter("gemma3", mode="gated", draft=4, gate=0.002, also_modes=("exit", "lossless"))
+    expected, decided = by_hand(model, tokens(9), 0.002, 4, NEW, sign=-1)
+    processors = LogitsProcessorList([Upside()])
+    found = model.generate(tokens(9), max_new_tokens=NEW, do_sample=False, logits_processor=processors)
+    assert found[0].tolist() == expected
+    assert model.river.report()["checked_share"] == pytest.approx(decided / (NEW - 1))
+    assert 0 < decided < NEW - 1
+
+
+@pytest.mark.parametrize("gate", [0.0, 0.02])
+@pytest.mark.parametrize("end", [None, 3, 9])
+def test_report_and_trace_count_the_same_tokens(gate: float, end: int | None, drafter: Callable[..., Any]) -> None:
+    """`end`: the new token that ends the text, wherever in a block it stands."""
+    model = drafter("gemma3", mode="gated", draft=4, gate=gate)
+    options: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False}
+    if end is not None:
+        free = model.generate(tokens(9), **options)[0, 9:].tolist()
+        options |= {"eos_token_id": free[end], "pad_token_id": 0}
+        model.river.trace.clear()
+    found, report = model.generate(tokens(9), **options), model.river.report()
+    later = [record for record in model.river.trace.records if record.path != "prefill"]
+    assert sum(record.text_tokens for record in later) == found.shape[1] - 9 - 1
+    assert model.river.trace.mean_depth == pytest.approx(report["mean_depth"])
+    nbytes = sum(record.bytes_streamed for record in later)
+    assert report["bytes_per_token"] == pytest.approx(nbytes / (report["new_tokens"] - 1))
+    assert report["accepted"] == sum(record.accepted for record in later) > 0
 
 
 def test_a_gate_of_0_is_the_river_and_a_gate_of_1_the_backbone(drafter: Callable[..., Any]) -> None:
@@ -107,9 +149,12 @@ def test_options_that_cannot_take_effect_are_refused(
 
 
 def test_settings_are_checked_and_put_back(drafter: Callable[..., Any]) -> None:
-    river = drafter("llama", mode="gated", also_modes=("lossless",)).river
+    river = drafter("llama", mode="gated", also_modes=("lossless", "exit")).river
     with river.using(mode="lossless"):
         assert river.draft == "adaptive"
     with pytest.raises(UsageError), river.using(draft=3, gate=7.0):
         pass
-    assert (river.draft, river.gate) == (16, 0.3)
+    for setting in ({"mode": "lossless", "gate": 0.5}, {"mode": "exit", "gate": 0.5}, {"mode": "exit", "draft": 4}):
+        with pytest.raises(UsageError, match="has no effect in mode"), river.using(**setting):
+            pass
+    assert (river.mode, river.draft, river.gate) == ("gated", 16, 0.3)

@@ -16,6 +16,7 @@ from transformers import (
     LogitsProcessor,
     LogitsProcessorList,
     PreTrainedTokenizerFast,
+    StoppingCriteria,
     StoppingCriteriaList,
 )
 
@@ -126,7 +127,24 @@ def test_rows_of_a_batch_end_when_they_end(family: str, pairs: Callable[..., Any
     model, plain = pairs(family, batch=3)
     free = plain.generate(**padded(rows()), max_new_tokens=NEW, do_sample=False, pad_token_id=0)[:, 12:]
     options = {"eos_token_id": [int(free[0, 6]), int(free[1, 11])], "pad_token_id": 0}
+    options |= {"return_dict_in_generate": True, "output_scores": True}
     found, expected = both((model, plain), **padded(rows()), max_new_tokens=NEW, do_sample=False, **options)
+    assert torch.equal(found.sequences, expected.sequences)
+    mine, theirs = torch.stack(found.scores), torch.stack(expected.scores)
+    torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-4)  # those of finished rows, too
+
+
+class RowsEnd(StoppingCriteria):
+    """Each row has its length, and nothing pads it."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+        return torch.tensor([input_ids.shape[1] >= 13, input_ids.shape[1] >= 30])
+
+
+def test_finished_rows_that_nothing_pads_are_those_of_transformers(pairs: Callable[..., Any]) -> None:
+    options = {"max_new_tokens": NEW, "do_sample": False, "stopping_criteria": StoppingCriteriaList([RowsEnd()])}
+    prompt = tokens(9, rows=2)
+    found, expected = both(pairs(batch=2), prompt, attention_mask=torch.ones_like(prompt), **options)
     assert torch.equal(found, expected)
 
 
@@ -171,22 +189,52 @@ def test_embedded_prompts_work(pairs: Callable[..., Any]) -> None:
     assert torch.equal(found, expected)
 
 
-def test_an_interrupt_leaves_the_cache_with_the_text(pairs: Callable[..., Any]) -> None:
-    model, plain = pairs("gemma3")
+@pytest.mark.parametrize(("draft", "asked"), [(4, 10), (32, 33)], ids=["between two tokens", "before the first of 32"])
+def test_an_interrupt_leaves_the_cache_with_the_text(draft: int, asked: int, pairs: Callable[..., Any]) -> None:
+    """`asked`: processors were asked so often before, the prompt's token included."""
+    model, plain = pairs("gemma3", draft=draft)
     cache, streamer = model.river.new_cache(), Collect()
-    calls = iter(range(11))
+    calls = iter(range(asked + 1))
 
     class Interrupt(LogitsProcessor):
         def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-            if next(calls) == 10:
+            if next(calls) == asked:
                 raise KeyboardInterrupt
             return scores
 
-    options: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False, "past_key_values": cache}
+    options: dict[str, Any] = {"max_new_tokens": 60, "do_sample": False, "past_key_values": cache}
     with pytest.raises(KeyboardInterrupt):
         model.generate(tokens(9), logits_processor=LogitsProcessorList([Interrupt()]), streamer=streamer, **options)
     text = torch.tensor([streamer.ids])
     assert {layer.get_seq_length() for layer in cache.layers} == {text.shape[1] - 1}
+    report = model.river.report()
+    assert report["new_tokens"] == text.shape[1] - 9
+    assert report["tokens_per_s"] == pytest.approx((text.shape[1] - 9) / model.river.account.seconds)
+    found = model.generate(text, **options | {"max_new_tokens": 7})
+    assert torch.equal(found, plain.generate(text, max_new_tokens=7, do_sample=False))
+
+
+@pytest.mark.parametrize("kind", ["ours", "transformers"])
+def test_a_check_that_breaks_off_inside_a_layer_leaves_the_cache_with_the_text(
+    kind: str, pairs: Callable[..., Any]
+) -> None:
+    model, plain = pairs()
+    cache = model.river.new_cache() if kind == "ours" else DynamicCache(config=plain.config)
+    mlp, calls = model.get_decoder().layers[3].backbone.mlp, iter(range(3))
+    honest = mlp.forward
+
+    def interrupted(*args: Any) -> Any:
+        if next(calls) == 2:  # the second check, after the prompt and the first
+            raise KeyboardInterrupt
+        return honest(*args)
+
+    mlp.forward, streamer = interrupted, Collect()
+    options: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False, "past_key_values": cache}
+    with pytest.raises(KeyboardInterrupt):
+        model.generate(tokens(9), streamer=streamer, **options)
+    mlp.forward = honest
+    text = torch.tensor([streamer.ids])
+    assert [layer.get_seq_length() for layer in cache.layers] == [text.shape[1] - 1] * model.river.num_layers
     found = model.generate(text, **options | {"max_new_tokens": 7})
     assert torch.equal(found, plain.generate(text, max_new_tokens=7, do_sample=False))
 
@@ -204,6 +252,8 @@ def test_the_check_finds_its_first_layers_there_or_coming(
         plain(new_tokens, *rest)
 
     store._slots.poison_on_release = False  # it empties the slots that would stay full
+    monkeypatch.setattr(store.pace, "_link_s", 60.0)  # or the policy may know by measured times that later is early
+    monkeypatch.setattr(store.pace, "linked", lambda *_: None)  # enough
     monkeypatch.setattr(store, "opened", opened)
     model.generate(tokens(1), max_new_tokens=NEW, do_sample=False)
     assert len(ready) > 2
@@ -217,6 +267,7 @@ def test_the_check_finds_its_first_layers_there_or_coming(
         ({"num_beams": 2, "do_sample": True}, "beam"),
         ({"penalty_alpha": 0.6, "top_k": 4}, "contrastive search"),
         ({"prompt_lookup_num_tokens": 3}, "prompt lookup"),
+        ({"prompt_lookup_num_tokens": 3, "num_beams": 1}, "prompt lookup"),
         ({"dola_layers": "low"}, "DoLa"),
         ({"use_cache": False}, "use_cache=False"),
         ({"output_hidden_states": True, "return_dict_in_generate": True}, "output_hidden_states"),

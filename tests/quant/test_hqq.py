@@ -99,6 +99,13 @@ def test_ours_finds_what_the_library_finds(weight: torch.Tensor, bits: int, grou
     assert errors[0] <= 1.001 * errors[1]
 
 
+def test_a_group_that_spans_more_than_float32_is_refused_by_name() -> None:
+    weight = _weight(70, 64)
+    weight[66, 5], weight[66, 6] = 2e38, -2e38
+    with pytest.raises(CheckpointError, match=r"layers\.3\.up.*group of 64 weights in rows 64 to 69"):
+        quantize_matrix(weight, 4, 64, name="layers.3.up")
+
+
 def test_fitting_group() -> None:
     assert fitting((10, 256), 64).group == 64
     assert fitting((10, 256), 64).reason is None

@@ -125,6 +125,15 @@ def test_a_failing_compiler_leaves_nothing_behind(tmp_path: Path, monkeypatch: p
     assert not list((tmp_path / "native").iterdir())
 
 
+def test_a_compiler_that_hangs_is_a_reason_not_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler = tmp_path / "gcc"
+    compiler.write_text("#!/bin/sh\nexec sleep 60\n")
+    compiler.chmod(0o755)
+    monkeypatch.setattr(native, "find_compiler", lambda: str(compiler))
+    monkeypatch.setattr(native, "_BUILD_LIMIT_S", 0.2)
+    assert "took longer than 0.2 s" in str(native.load(tmp_path / "cache"))
+
+
 def test_an_unwritable_folder_is_a_reason_not_an_error(tmp_path: Path) -> None:
     (tmp_path / "native").write_text("a file where the folder should be")
     assert "cannot be built" in str(native.load(tmp_path))

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from river_offload.quant import hqq
 from river_offload.quant.hqq import quantize_matrix
 from river_offload.quant.packing import dequantize
 from river_offload.store.link_cpu import CpuLink
@@ -66,6 +67,14 @@ def test_one_json_object_and_a_file_that_grows(
     assert rows[0]["bytes_per_token"] > rows[1]["bytes_per_token"] == 0
     assert checks["overlap"]["copy_bytes_per_s"] > 0
     assert len(printed.err.splitlines()) == len(wanted)
+
+
+def test_models_are_quantized_to_the_nearest(rig: SimpleNamespace, tool: SimpleNamespace, tmp_path: Path) -> None:
+    calls = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hqq, "_hqq", lambda groups, bits: calls.append(1) or tool.gpu_ground.nearest(groups, bits))
+        with tool.gpu_ground.closing(rig.load(rig.models["small"], mode="quantized", cache_dir=tmp_path / "new")):
+            assert calls
 
 
 def test_what_one_check_meets_does_not_end_the_others(
