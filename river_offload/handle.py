@@ -222,9 +222,9 @@ class River:
         """
         capacity = self.config.context if max_tokens is None else max_tokens
         if not 0 < capacity <= self.config.context:
+            remedy = "load with a larger context" if capacity > 0 else "ask for at least one"
             raise ContextError(
-                f"a cache for {capacity} tokens was asked for, the plan holds 1 to {self.config.context}: "
-                "load with a larger context"
+                f"a cache for {capacity} tokens was asked for, the plan holds 1 to {self.config.context}: {remedy}"
             )
         return self._make_cache(capacity)
 
@@ -344,6 +344,10 @@ class River:
         self._flow.store.foretell(depths)
 
     def _replay(self, acceptance: Acceptance) -> None:
+        if not isinstance(acceptance, Acceptance):
+            raise UsageError(
+                f"acceptance is a {type(acceptance).__name__}: expected what policies.acceptance makes of a trace"
+            )
         never = self.mode == "gated" and self.gate == 0
         if never or not self.drafts:
             raise UsageError(

@@ -82,6 +82,8 @@ class PassageRecord:
             if name not in names:
                 raise UsageError(f"unknown field {name}: expected {', '.join(names)}")
             _require(name, value)
+        if values["path"] == "check" and values.get("added") is None:
+            raise UsageError("added is missing: a check says by how many tokens the text grew")
         signals = [math.nan if signal is None else float(signal) for signal in values["signals"]]
         return cls(**{**values, "signals": signals})
 

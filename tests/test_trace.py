@@ -45,11 +45,11 @@ def test_mean_depth_counts_decode_passages_only() -> None:
 
 def test_mean_depth_of_drafts_counts_the_tokens_that_were_kept() -> None:
     draft = replace(DECODE, path="draft", mode="lossless", depth=1)
-    check = replace(DECODE, path="check", mode="lossless", depth=4, new_tokens=3, accepted=1, decided=2)
+    check = replace(DECODE, path="check", mode="lossless", depth=4, new_tokens=3, accepted=1, decided=2, added=2)
     assert Trace(4, records=[PREFILL, draft, draft, check]).mean_depth == 6 / 2
-    at_the_end = replace(check, accepted=2, decided=2)  # the text ended with the second drafted token
+    at_the_end = replace(check, accepted=2)  # the text ended with the second drafted token
     assert Trace(4, records=[PREFILL, draft, draft, at_the_end]).mean_depth == 6 / 2
-    gated = replace(check, mode="gated", accepted=2, decided=1)
+    gated = replace(check, mode="gated", accepted=2, decided=1, added=3)
     assert Trace(4, records=[PREFILL, draft, draft, gated]).mean_depth == 6 / 3
     assert Trace(4, records=[PREFILL, draft]).mean_depth is None
 

@@ -6,6 +6,7 @@ is dequantized, cast and written before the next is read, so a model larger than
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import math
 import os
@@ -33,6 +34,7 @@ from river_offload.checkpoint.headers import DTYPE_NAMES
 from river_offload.checkpoint.reading import FAULTS
 from river_offload.checkpoint.safetensors_files import Checkpoint
 from river_offload.checkpoint.writing import write_tensors
+from river_offload.config import format_size
 from river_offload.errors import CacheError, CheckpointError, UnsupportedError, UsageError
 from river_offload.progress import Progress, Silent
 
@@ -72,15 +74,17 @@ def unpack(path: Path, *, cache_dir: Path, dtype: str = "auto", progress: Progre
         if not _is_whole(target):
             _unpack(path, target, getattr(torch, dtype), progress or Silent())
     except OSError as error:
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        remedy = "Make room, or choose another" if full else "Let it be written to, or choose another"
         raise CacheError(
-            f"{target.parent}: cannot unpack {path.name} there: {error.strerror or error}. "
-            "Make room, or choose another cache directory."
+            f"{target.parent}: cannot unpack {path.name} there: {error.strerror or error}. {remedy} cache directory."
         ) from error
     return target
 
 
 def _unpack(path: Path, target: Path, dtype: torch.dtype, progress: Progress) -> None:
     """Write `target`, under another name until it is finished."""
+    _require_writable(target.parent)  # before the file is read, which takes long
     progress.start(f"reading {path.name}", 1, "files")  # parsing a large vocabulary takes a minute
     try:
         recipe = _plan(path)
@@ -97,6 +101,17 @@ def _unpack(path: Path, target: Path, dtype: torch.dtype, progress: Progress) ->
         _publish(temporary, target)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)  # gone already when published
+
+
+def _require_writable(directory: Path) -> None:
+    """Raises OSError when the directory cannot be made or written to, as far as that can be told without doing so."""
+    nearest = next(place for place in (directory, *directory.parents) if place.exists())
+    for number, wrong in (
+        (errno.ENOTDIR, not nearest.is_dir()),
+        (errno.EACCES, not os.access(nearest, os.W_OK | os.X_OK)),
+    ):
+        if wrong:
+            raise OSError(number, os.strerror(number), str(nearest))
 
 
 def _key(path: Path, dtype: str) -> str:
@@ -196,7 +211,8 @@ def _write(path: Path, recipe: _Recipe, directory: Path, dtype: torch.dtype, pro
     free_bytes = shutil.disk_usage(directory).free
     if free_bytes < total_bytes + _SPARE_BYTES:
         raise CacheError(
-            f"{directory.parent}: {free_bytes:,} bytes free, {path.name} unpacks to {total_bytes:,}. "
+            f"{directory.parent}: found {format_size(free_bytes)} free, expected {format_size(total_bytes)} for "
+            f"{path.name}, unpacked. "
             "Make room, or choose another cache directory."
         )
     recipe.config.dtype = dtype

@@ -20,7 +20,9 @@ def check_room(rows: int, held_rows: int, end: int, capacity: int) -> None:
     if rows != held_rows:
         raise ContextError(f"{rows} rows for a KV cache that holds {held_rows}: keep a cache for each batch")
     if end > capacity:
-        raise ContextError(f"{end} tokens in a KV cache made for {capacity}: load with a larger context")
+        raise ContextError(
+            f"{end} tokens in a KV cache made for {capacity}: make one for more tokens, or load with a larger context"
+        )
 
 
 class RestingLayer(RowsLayer):

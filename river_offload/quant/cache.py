@@ -98,7 +98,7 @@ class RiverCache:
         self.reserve(sum(t.nbytes for t in state.values()))
         try:
             checksum = _replace(self._path(layer), lambda file: _write_file(file, state))
-            # Read anew, for another process may build the same river: what both write is the same.
+            # Read anew, for another process may build the same river: what both write is as good.
             layers = self._manifest() | {str(layer): {"bytes": self._path(layer).stat().st_size, "sha256": checksum}}
             manifest = json.dumps({"key": self._identity, "layers": layers}, indent=1).encode()
             _replace(self.directory / "manifest.json", lambda file: file.write(manifest))

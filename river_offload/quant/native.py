@@ -102,7 +102,7 @@ def _built(directory: Path) -> Path:
     version = _run([compiler, "--version"]).stdout
     identity = repr((command, openmp, version, _processor())).encode() + _SOURCE.read_bytes()
     path = directory / f"river-{hashlib.sha256(identity).hexdigest()[:16]}.so"
-    if path.exists():
+    if _is_whole(path):
         return path
     directory.mkdir(parents=True, exist_ok=True)
     handle, building = tempfile.mkstemp(dir=directory, suffix=".so")
@@ -115,9 +115,26 @@ def _built(directory: Path) -> Path:
         with open(building, "rb") as file:
             os.fsync(file.fileno())
         os.replace(building, path)
+        _checksum_file(path).write_text(_checksum(path))
     finally:
         Path(building).unlink(missing_ok=True)
     return path
+
+
+def _is_whole(path: Path) -> bool:
+    """Are these the bytes that were built? Loading a cut file would end the process."""
+    try:
+        return _checksum_file(path).read_text() == _checksum(path)
+    except (OSError, ValueError):
+        return False
+
+
+def _checksum_file(path: Path) -> Path:
+    return path.with_suffix(".sha256")
+
+
+def _checksum(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def _run(command: list[str]) -> subprocess.CompletedProcess[str]:

@@ -246,7 +246,7 @@ def test_unknown_rope_scaling_is_warned_about(tmp_path: Path) -> None:
 def test_no_room(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(10, 9, 1))
-    with pytest.raises(CacheError, match=r"1 bytes free, tiny\.gguf unpacks to [\d,]+"):
+    with pytest.raises(CacheError, match=r"found 1 B free, expected [\d.]+ KiB for tiny\.gguf, unpacked"):
         ours.unpack(file, cache_dir=tmp_path / "cache")
     assert os.listdir(tmp_path / "cache" / "gguf") == []
 
@@ -258,15 +258,18 @@ def test_disk_full_while_writing(file: Path, tmp_path: Path, monkeypatch: pytest
 
     with monkeypatch.context() as patch:
         patch.setattr(os, call, fail)
-        with pytest.raises(CacheError, match=r"cannot unpack tiny\.gguf there: No space left on device"):
+        with pytest.raises(CacheError, match=r"cannot unpack tiny\.gguf there: No space left on device. Make room"):
             ours.unpack(file, cache_dir=tmp_path / "cache")
     assert os.listdir(tmp_path / "cache" / "gguf") == []
     assert ours.unpack(file, cache_dir=tmp_path / "cache").is_dir()
 
 
-def test_cache_that_cannot_be_written(file: Path, tmp_path: Path) -> None:
+def test_a_cache_that_cannot_be_written_is_found_before_the_file_is_read(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ours, "_plan", lambda _: pytest.fail("read"))
     (tmp_path / "cache").write_text("a file where the directory should be")
-    with pytest.raises(CacheError, match="Make room, or choose another cache directory"):
+    with pytest.raises(CacheError, match=r"Not a directory\. Let it be written to, or choose another cache directory"):
         ours.unpack(file, cache_dir=tmp_path / "cache")
 
 

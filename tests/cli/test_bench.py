@@ -54,7 +54,23 @@ def accepted(tmp_path):
     """A trace of one check in mode lossless that kept one of two tokens."""
     parts = [("draft", 1, 0), ("draft", 1, 0), ("check", 3, 1)]
     records = [
-        PassageRecord(index, tokens, 1, 4, path, "lossless", 5, [], 0.0, 0, 1.0, 0.9, accepted=kept, decided=kept + 1)
+        PassageRecord(
+            index,
+            tokens,
+            1,
+            4,
+            path,
+            "lossless",
+            5,
+            [],
+            0.0,
+            0,
+            1.0,
+            0.9,
+            accepted=kept,
+            decided=kept + 1,
+            added=kept + 1,
+        )
         for index, (path, tokens, kept) in enumerate(parts)
     ]
     path = tmp_path / "accepted.jsonl"

@@ -34,7 +34,8 @@ def test_drafts_are_summed_up_by_the_token(runner, tmp_path):
         return PassageRecord(0, tokens, 1, 8, path, "lossless", depth, [], 0.0, 2**20, 1.0, margin=0.5, **more)
 
     drafts = [record("draft")] * 3
-    checks = [record("check", 4, 4, accepted=2, decided=3), record("check", 4, 4, accepted=1, decided=2)]
+    kept = [{"accepted": 2, "decided": 3, "added": 3}, {"accepted": 1, "decided": 2, "added": 2}]
+    checks = [record("check", 4, 4, **figures) for figures in kept]
     path = tmp_path / "drafted.jsonl"
     Trace(4, {}, [record("prefill", 8, 4), *drafts, checks[0], *drafts, checks[1]]).write_jsonl(path)
     done = runner.invoke(app, ["trace", str(path)])

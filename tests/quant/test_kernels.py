@@ -125,6 +125,20 @@ def test_a_failing_compiler_leaves_nothing_behind(tmp_path: Path, monkeypatch: p
     assert not list((tmp_path / "native").iterdir())
 
 
+@pytest.mark.parametrize("left", ("nothing", "half", "text"))
+def test_a_damaged_library_is_built_anew(left: str, tmp_path: Path) -> None:
+    """Loading half of one would end the process: SIGBUS."""
+    assert isinstance(native.load(tmp_path), native.Library)
+    (path,) = (tmp_path / "native").glob("*.so")
+    whole = path.read_bytes()
+    damaged = tmp_path / "damaged"
+    damaged.write_bytes({"nothing": b"", "half": whole[: len(whole) // 2], "text": b"#!/bin/sh\n"}[left])
+    damaged.replace(path)  # another file under its name: this process has the first one in use
+    native.load.cache_clear()
+    assert isinstance(native.load(tmp_path), native.Library)
+    assert path.stat().st_size == len(whole)
+
+
 def test_a_compiler_that_hangs_is_a_reason_not_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     compiler = tmp_path / "gcc"
     compiler.write_text("#!/bin/sh\nexec sleep 60\n")
@@ -145,7 +159,7 @@ def test_native_code_is_built_once(native_dir: Path) -> None:
         assert isinstance(reason, native.Unavailable)  # and says so, instead of building
         return
     assert not isinstance(reason, native.Unavailable), reason  # a compiler that is there must do
-    (built,) = (native_dir / "native").iterdir()
+    (built,) = (native_dir / "native").glob("*.so")
     before = built.stat().st_mtime_ns
     native.load.cache_clear()
     native.load(native_dir)
