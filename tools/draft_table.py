@@ -4,8 +4,8 @@
 
 Every prompt is written once in mode backbone and once for each draft length in mode lossless (or gated), greedily, by
 one loaded model, so all have the same layers on the device; with --plain by transformers itself before them. `same
-text` counts those that are like the first of them. Each finished prompt is one JSON line on standard output; the table
-of all so far follows at the end, or at Ctrl-C.
+text` counts those that are like the first of them. Bytes are those after the prompt. Each finished prompt is one JSON
+line on standard output; the table of all so far follows at the end, or at Ctrl-C.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def table(rows: dict[str, list[dict[str, Any]]]) -> list[str]:
         lines.append(
             f"| {name} | {len(found)} | {sum(row['same'] for row in found)} | {after_first / max(checks, 1):.2f} "
             f"| {sum(row['drafted'] for row in found) / after_first:.2f} "
-            f"| {sum(row['bytes'] for row in found) / tokens / 2**20:.2f} | {tokens / seconds:.2f} |"
+            f"| {sum(row['bytes'] for row in found) / after_first / 2**20:.2f} | {tokens / seconds:.2f} |"
         )
     return lines
 
@@ -110,7 +110,7 @@ def _one_prompt(model: Any, plain: Any, text: str, asked: argparse.Namespace) ->
                 "same": ids == expected,
                 "checks": sum(record.path in ("check", "decode") for record in records),
                 "drafted": sum(record.path == "draft" for record in records),
-                "bytes": sum(record.bytes_streamed for record in records),
+                "bytes": sum(record.bytes_streamed for record in records if record.path != "prefill"),
                 "seconds": seconds,
                 "draft_s": sum(record.seconds for record in records if record.path == "draft"),
                 "check_s": sum(record.seconds for record in records if record.path == "check"),
