@@ -30,7 +30,7 @@ from river_offload.passage import Flow, OnMiss
 from river_offload.store.link import Link
 from river_offload.store.prefetcher import Prefetcher
 from river_offload.store.slots import Slots
-from river_offload.store.store import Store
+from river_offload.store.store import Store, unbind
 from river_offload.structure import Structure
 from river_offload.trace import Trace
 
@@ -94,7 +94,7 @@ def assemble(
         _move_buffers(layer, device)
         river_layer = _copy_sharing_norms(layer) if depth in placement.river_layers else None
         weights = parts.linears(depth, resident=depth in placement.resident_layers, river=river_layer)
-        _clear_weights(layer, structure.weight_shapes(depth))
+        unbind(layer, structure.weight_shapes(depth))
         _set_tensors(layer, weights)
         if river_layer is not None:
             river[depth] = river_layer
@@ -185,13 +185,6 @@ def _copy_sharing_norms(layer: nn.Module) -> nn.Module:
     """A copy of the layer that has the very same parameters and config: norms stay shared, linears will be replaced."""
     shared = [*layer.parameters(), *layer.buffers(), *(m.config for m in layer.modules() if hasattr(m, "config"))]
     return copy.deepcopy(layer, memo={id(thing): thing for thing in shared})
-
-
-def _clear_weights(layer: nn.Module, names: Mapping[str, object]) -> None:
-    """Off the device a layer has no weights at all, rather than empty ones."""
-    for name in names:
-        module, _, leaf = name.rpartition(".")
-        layer.get_submodule(module)._parameters[leaf] = None
 
 
 def _set_tensors(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:

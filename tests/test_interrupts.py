@@ -39,12 +39,12 @@ def test_an_interrupt_inside_a_passage_leaves_cache_and_slots_as_they_were(
             raise KeyboardInterrupt
         return unbind(*arguments)  # what takes the slot back afterwards is not interrupted again
 
-    unbind = store_module._unbind
+    unbind = store_module.unbind
     with monkeypatch.context() as patch:
         if point == "layer":
             patch.setattr(model.get_decoder().layers[2].backbone.mlp, "forward", interrupted)
         else:
-            patch.setattr(store_module, {"bind": "_bind", "release": "_unbind"}[point], interrupted)
+            patch.setattr(store_module, {"bind": "_bind", "release": "unbind"}[point], interrupted)
         with pytest.raises(KeyboardInterrupt):
             model.generate(turn, past_key_values=cache, max_new_tokens=3, do_sample=False)
     assert lengths(cache) == before

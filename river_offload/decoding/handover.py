@@ -57,7 +57,8 @@ def take_over(
         own_config = _stop_at(stops, river, config if own_config is None else own_config, kwargs)
     gate = river.gate if river.mode == "gated" else None
     # Without checks there is nothing to adapt to, and a draft of no tokens would go on for ever.
-    drafting = FixedLength(GATED_DRAFT) if gate == 0 else river.drafting
+    adapts = river.draft == "adaptive"
+    drafting = FixedLength(GATED_DRAFT) if gate == 0 and adapts else river.drafting
     plan = DraftPlan(river.draft_depth, drafting, gate, river.acceptance)
     kwargs["custom_generate"] = decoding_method(river.flow, plan, cache_name, kwargs.get("streamer"))
     return own_config

@@ -116,7 +116,7 @@ class Store:
         if self._transfers is None or depth not in self._lent:
             return
         slot = self._lent[depth]
-        _unbind(self._backbone[depth], self._slots.parameters(depth, slot))
+        unbind(self._backbone[depth], self._slots.parameters(depth, slot))
         if self._slots.poison_on_release:
             self._slots.poison(slot)
         self._transfers.release(slot, forget=self._slots.poison_on_release)
@@ -176,8 +176,8 @@ def _bind(layer: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
         layer.get_submodule(module)._parameters[leaf] = parameter
 
 
-def _unbind(layer: nn.Module, names: Mapping[str, object]) -> None:
-    """A released layer has no weights at all: nobody can be handed another layer's bytes, or empty ones."""
+def unbind(layer: nn.Module, names: Mapping[str, object]) -> None:
+    """Off the device a layer has no weights at all: nobody can be handed another layer's bytes, or empty ones."""
     for name in names:
         module, _, leaf = name.rpartition(".")
         layer.get_submodule(module)._parameters[leaf] = None
