@@ -46,7 +46,8 @@ class Link(Protocol):
         """All compute that reads `slot` has been issued: a later fetch may overwrite it once that is done."""
 
     def cancel(self, slot: int) -> float:
-        """Call the fetch off. Returns how much of it had started to move: at 0 the slot is what it was before.
+        """Call the fetch off. Returns how much of it had started to move: at 0 the slot is what it was before, above 0
+        its content is of no use, at 1 too, since the last bytes may still be on their way.
 
         A link that is not abortable lets a fetch that has started go on; the answer is 1 then.
         """
