@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from rigs import Make, Rig, write_layers
+from rigs import Make, Rig, require_no_thread_but, write_layers
 from source_files import SIZE
 
 from river_offload.store.reader import Reader
@@ -48,4 +48,4 @@ def reader() -> Iterator[Reader]:
     reader = Reader()
     yield reader
     reader.close()
-    assert set(threading.enumerate()) <= before
+    require_no_thread_but(before)

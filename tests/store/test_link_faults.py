@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 import pytest
-from rigs import LINKS, Make, Rig, drive
+from rigs import LINKS, Make, Rig, drive, require_no_thread_but
 
 from river_offload.errors import LinkError, RiverError
 from river_offload.store.files import SourceFile
@@ -89,7 +88,7 @@ def test_closing_in_flight_ends_everything(link: str, depth: int, make_rig: Make
     before = rig.threads_before
     rig.close()
     rig.close()
-    assert set(threading.enumerate()) <= before
+    require_no_thread_but(before)
     with pytest.raises(RiverError, match=r"after close\(\)"):
         rig.store.acquire(4)
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from fake_cuda import FakeCuda, queue_copies
+from rigs import require_no_thread_but
 from source_files import Gated, opened, span, until
 from transformers import LlamaConfig
 
@@ -154,9 +155,7 @@ def threads() -> Iterator[Reader]:
     reader = Reader(2, largest_bytes=0)
     yield reader
     reader.close()
-    for thread in set(threading.enumerate()) - before:
-        thread.join(5)  # one that died says so, and has not ended before that
-    assert set(threading.enumerate()) <= before
+    require_no_thread_but(before)
 
 
 @pytest.mark.parametrize("bits", [16, 8, 4])
