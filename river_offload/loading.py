@@ -27,7 +27,6 @@ from river_offload.parts import CheckpointParts
 from river_offload.passage import Flow
 from river_offload.planning.plan import Plan, make_plan
 from river_offload.progress import Progress, Silent
-from river_offload.quant import native
 from river_offload.quant.cache import RiverCache
 from river_offload.quant.river import warn_of_misfits
 from river_offload.seams import install_seams
@@ -268,7 +267,7 @@ def _parts(plan: Plan, disk: DiskTier, progress: Progress) -> CheckpointParts:
         cache,
         RiverCache(plan.cache_dir, key | {"bits": plan.precision.head_bits, "part": "head"}),
         plan.precision,
-        library=native.load(plan.cache_dir),
+        native_dir=plan.cache_dir,
         device=plan.device,
         progress=progress,
         label="building the river, once" if missing else "loading",

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -10,10 +11,10 @@ from torch import nn
 from policies.types import Placement
 from river_offload.checkpoint.safetensors_files import Checkpoint
 from river_offload.progress import Progress
+from river_offload.quant import native
 from river_offload.quant.cache import RiverCache
-from river_offload.quant.native import Library, Unavailable
 from river_offload.quant.precision import Precision
-from river_offload.quant.river import linear_names, quantize_layer
+from river_offload.quant.river import State, linear_names, quantize_layer
 from river_offload.store.layout import Layout, aligned_empty
 from river_offload.store.tiers import DiskTier
 from river_offload.structure import Structure
@@ -25,7 +26,7 @@ class CheckpointParts:
     Args:
         keys: the model's names -> the checkpoint's.
         disk: reads a layer's linears into one flat buffer.
-        library: our C code, which quantizes where it can be had.
+        native_dir: where our C code is built, which quantizes where it can be had.
         cache, head_cache: the river and the quantized LM head built before; what is missing there is built and written.
     """
 
@@ -40,7 +41,7 @@ class CheckpointParts:
         head_cache: RiverCache,
         precision: Precision,
         *,
-        library: Library | Unavailable,
+        native_dir: Path,
         device: torch.device,
         progress: Progress,
         label: str,
@@ -53,7 +54,7 @@ class CheckpointParts:
         self._cache = cache
         self._head_cache = head_cache
         self._precision = precision
-        self._library = library
+        self._native_dir = native_dir
         self._device = device
         self._progress = progress
         progress.start(label, structure.num_layers, "layers")
@@ -75,7 +76,7 @@ class CheckpointParts:
                 f"head.{leaf}": self._checkpoint.read(self._keys[f"{name}.{leaf}"])
                 for leaf, _ in head.named_parameters()
             }
-            state = quantize_layer(tensors, ["head"], self._precision.head_bits, self._precision.group, self._library)
+            state = self._quantized(tensors, ["head"], self._precision.head_bits)
             self._head_cache.write_layer(0, state)
         return self._precision.quantized_head(head, state, self._device)
 
@@ -90,9 +91,7 @@ class CheckpointParts:
         if river is not None and state is None:
             # From the dtype on disk and on the CPU: one river whatever the model computes in, and where.
             names = linear_names(river)
-            state = quantize_layer(
-                self._stored(layer), names, self._precision.bits, self._precision.group, self._library
-            )
+            state = self._quantized(self._stored(layer), names, self._precision.bits)
             self._cache.write_layer(layer, state)
         if river is not None and state is not None:
             self._precision.install(river, state, self._device)
@@ -101,6 +100,10 @@ class CheckpointParts:
         if layer == self._structure.num_layers - 1:
             self._progress.finish()
         return weights
+
+    def _quantized(self, tensors: Mapping[str, torch.Tensor], names: Sequence[str], bits: int) -> State:
+        """Only here is the C code asked for: a river that is built already needs no compiler."""
+        return quantize_layer(tensors, names, bits, self._precision.group, native.load(self._native_dir))
 
     def _stored(self, layer: int) -> dict[str, torch.Tensor]:
         """The layer's linears as the checkpoint has them."""

@@ -72,7 +72,7 @@ def accepted(tmp_path):
             added=kept + 1,
         )
         for index, (path, tokens, kept) in enumerate(parts)
-    ]
+    ]  # fmt: skip
     path = tmp_path / "accepted.jsonl"
     Trace(5, {}, records).write_jsonl(path)
     return str(path)

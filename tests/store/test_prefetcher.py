@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import threading
 from itertools import repeat
+from typing import Any
 
 import pytest
 from rigs import Make
+from source_files import until
 
 from policies.forecast import Known
 from policies.prefetch import Decision, Snapshot
 from river_offload.store import prefetcher as prefetcher_module
+from river_offload.store.files import SourceFile
+from river_offload.store.link_cpu import CpuLink
 from river_offload.store.pace import GUESSED_LAYER_S, GUESSED_RATIO, Pace
 from river_offload.store.prefetcher import Prefetcher
 
@@ -155,6 +160,33 @@ def test_cancels_go_before_fetches_and_what_has_arrived_is_not_fetched_again(mak
     transfers.poll()
     assert transfers.holds == [3, 1]
     assert transfers.queue == []
+
+
+def test_a_fetch_called_off_with_its_last_bytes_on_their_way_has_not_arrived(
+    make_rig: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate, read = threading.Event(), SourceFile.read
+
+    def late(self: SourceFile, *arguments: Any) -> int:
+        gate.wait(10)
+        return read(self, *arguments)
+
+    monkeypatch.setattr(SourceFile, "read", late)
+    rig = make_rig("cpu", 6, 2, kind="none")
+    transfers = rig.store._transfers
+    assert transfers is not None and isinstance(rig.link, CpuLink)
+    transfers.fetch(4, 0)
+    ticket = rig.link._fetches.newest(0)
+    assert ticket is not None
+    until(lambda: ticket.started_bytes == ticket.nbytes)
+    transfers.cancel(4, 0)
+    assert not transfers.has(4)
+    transfers.fetch(5, 0)
+    gate.set()
+    assert transfers.take(5)[0] == 0
+    rig.compute(5, dict(rig.slots.parameters(5, 0)))
+    rig.check()
+    transfers.release(0, forget=False)
 
 
 def test_a_fetch_called_off_before_it_started_leaves_the_slot_as_it_was(make_rig: Make) -> None:

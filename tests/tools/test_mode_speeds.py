@@ -51,6 +51,7 @@ def test_every_setting_is_measured_with_the_luck_of_the_traces(
         (["--prompts", "p.jsonl", "--replay", "runs"], "--prompts for a trained model, or --replay"),
         (["--prompts", "missing.jsonl"], "missing.jsonl: cannot be read"),
         (["--prompts", "p.jsonl", "--field", "nope"], "no field 'nope'"),
+        (["--prompts", "p.jsonl", "--count", "0"], "cannot give 0"),
         (["--prompts", "p.jsonl", "--count", "2"], "found 1, which cannot give 2"),
         (["--prompts", "p.jsonl", "--tokens", "1"], "expected at least 2"),
         (["--replay", "missing"], "cannot be read"),
