@@ -32,6 +32,7 @@ from river_offload.decoding.text import Text
 from river_offload.errors import UsageError
 from river_offload.kv.cache import SharedCache
 from river_offload.passage import Flow, margins
+from river_offload.trace import PassageRecord
 
 
 @dataclass(frozen=True)
@@ -84,16 +85,7 @@ def decoding_method(flow: Flow, plan: DraftPlan, cache_name: str, streamer: Base
         output = model._prefill(input_ids, generation_config, kwargs)
         cache = kwargs.get(cache_name)
         _require_croppable(cache)
-        text = Text(
-            model,
-            input_ids,
-            kwargs,
-            generation_config,
-            logits_processor,
-            stopping_criteria,
-            streamer,
-            flow.closing_tokens,
-        )
+        text = Text(model, input_ids, kwargs, generation_config, logits_processor, stopping_criteria, streamer)
         logits = output.logits[:, -1].clone()
         del output  # or the logits of a whole prompt would stay
         text.add(*text.pick(text.ids, logits), logits)
@@ -173,8 +165,8 @@ class _Rounds:
         """Nobody is asked: the river's tokens, on the river's keys and values."""
         records = self.flow.trace.records[-len(block) :]
         for token, scores, logits, record in zip(block.tokens, block.scores, block.logits, records, strict=True):
-            self.text.add(token, scores, logits)
             record.accepted = 1
+            self.text.add(token, scores, logits)
             if self.text.done:
                 return
 
@@ -186,26 +178,20 @@ class _Rounds:
         with self.flow.part("check", self.flow.rule):
             logits = self._logits(ids, kwargs, len(block) + 1)
         record = self.flow.trace.records[-1]
-        length = self.text.ids.shape[1]
-        try:
-            record.accepted, record.decided = self._judge(block, logits)
-        finally:
-            record.added = self.text.ids.shape[1] - length
+        self._judge(block, logits, record)
         if self.plan.acceptance is not None:
             self.plan.acceptance.checked(record.accepted, len(block))
         if not self.text.done:  # else it may be the text that ended, not the luck of the draft
             self.plan.drafting.checked(block.margins, record.accepted, time.perf_counter() - started_s)
 
-    def _judge(self, block: Block, logits: torch.Tensor) -> tuple[int, int]:
+    def _judge(self, block: Block, logits: torch.Tensor, record: PassageRecord) -> None:
         """Add to the text what stands: drafted tokens up to the first wrong one, and the backbone's own after them.
 
         Args:
             logits: [rows, drafted + 1, vocabulary].
-
-        Returns:
-            Drafted tokens that were kept, and tokens that the backbone decided or confirmed.
+            record: of the check; told of each token as it stands, so that it is true of a text that breaks off, too.
         """
-        text, accepted, decided = self.text, 0, 0
+        text, record.added = self.text, 0
         for index in range(len(block) + 1):
             token, scores = text.pick(text.ids, logits[:, index])
             drafted = index < len(block)
@@ -217,13 +203,13 @@ class _Rounds:
                 asked = writing & ~block.sure[index]
                 wrong = writing & ~right
             goes_on = drafted and not bool(wrong.any())
-            decided += bool(asked.any())
-            accepted += goes_on
+            record.added += 1
+            record.decided += bool(asked.any())
+            record.accepted += goes_on
             text.add(token, scores, logits[:, index])
             if not goes_on or text.done:
                 break
         self.flow.spoke(logits[:, : index + 1])
-        return accepted, decided
 
     def _agrees(self, block: Block, index: int, token: torch.Tensor) -> torch.Tensor:
         """Is `token`, the backbone's own, what was drafted there, or is it to be taken for that? bool [rows]."""

@@ -36,7 +36,6 @@ class Text:
         processors: LogitsProcessorList,
         criteria: StoppingCriteriaList,
         streamer: BaseStreamer | None,
-        closing_tokens: frozenset[int],
     ) -> None:
         self.model = model
         self.ids = ids
@@ -47,8 +46,9 @@ class Text:
         self._criteria = criteria
         self._streamer = streamer
         self._choice: Choice = Sampled(ids.device) if config.do_sample else Likeliest()
-        self.pads = any(hasattr(criterion, "eos_token_id") for criterion in criteria)
-        self.closing = torch.tensor(sorted(closing_tokens), dtype=ids.dtype, device=ids.device)
+        ends = [criterion.eos_token_id.flatten() for criterion in criteria if hasattr(criterion, "eos_token_id")]
+        self.pads = bool(ends)
+        self._ends = torch.cat([ids.new_empty(0), *(end.to(ids.device) for end in ends)])
         self.processes = bool(processors)
         wanted = bool(config.return_dict_in_generate)
         self._scores: tuple[torch.Tensor, ...] | None = () if wanted and config.output_scores else None
@@ -74,8 +74,9 @@ class Text:
         return torch.where(writing, token, self._config._pad_token_tensor.to(token.device)) if self.pads else token
 
     def ends(self, token: torch.Tensor) -> torch.Tensor:
-        """Which rows are at their end with `token`, [rows], bool [rows]: as far as a token tells."""
-        return torch.isin(token, self.closing)
+        """Which rows are at their end with `token`, [rows], bool [rows]: as far as a token tells. Padding does not: a
+        row may well write that token."""
+        return torch.isin(token, self._ends)
 
     def extended(self, tokens: list[torch.Tensor]) -> tuple[torch.Tensor, dict[str, Any]]:
         """`ids` and `kwargs` of the text with more tokens, [rows] each, after it. The text stays as it is."""

@@ -66,6 +66,19 @@ def test_sure_tokens_are_kept_and_the_backbone_decides_the_others(gate: float, d
     assert model.river.account.mode == "gated"
 
 
+def test_a_row_may_write_the_padding_token(drafter: Callable[..., Any]) -> None:
+    """Nothing is finished by it: the text is the same whatever pads."""
+    model = drafter("llama", mode="gated", gate=0.0, draft=4, batch=2)
+    options = {"max_new_tokens": 16, "do_sample": False, "eos_token_id": 1}
+    prompt = tokens(6, rows=2)
+    mask = torch.ones_like(prompt)
+    free = model.generate(prompt, attention_mask=mask, pad_token_id=2, **options)
+    assert 1 not in free[:, 6:]  # no row ends
+    for pad in set(free[1, 6:].tolist()):
+        found = model.generate(prompt, attention_mask=mask, pad_token_id=pad, **options)
+        assert torch.equal(found, free), pad
+
+
 class Upside(LogitsProcessor):
     """The least likely token becomes the likeliest."""
 
