@@ -99,9 +99,9 @@ def test_samples_have_the_distribution_of_the_backbone(top_p: float, small: Any)
 def test_a_wrong_rule_is_found(small: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every draft accepted: the samples are the river's."""
 
-    def gullible(rounds: Any, block: loop.Block, logits: torch.Tensor) -> tuple[int, int]:
+    def gullible(rounds: loop._Rounds, block: loop.Block, *found: Any) -> None:
         block.sure = [torch.ones_like(sure) for sure in block.sure]
-        return honest(rounds, block, logits)
+        honest(rounds, block, *found)
 
     honest = loop._Rounds._judge
     monkeypatch.setattr(loop._Rounds, "_judge", gullible)
