@@ -54,7 +54,10 @@ def take_over(
     _require_supported(river, config, kwargs)
     stops = kwargs.pop("stop_strings", None) or config.stop_strings
     if stops:
-        own_config = _stop_at(stops, river, config if own_config is None else own_config, kwargs)
+        _stop_at(stops, river, kwargs)
+    if config.stop_strings:
+        own_config = copy.deepcopy(config if own_config is None else own_config)
+        own_config.stop_strings = None
     gate = river.gate if river.mode == "gated" else None
     # Without checks there is nothing to adapt to, and a draft of no tokens would go on for ever.
     adapts = river.draft == "adaptive"
@@ -64,7 +67,7 @@ def take_over(
     return own_config
 
 
-def _stop_at(stops: Any, river: River, config: GenerationConfig, kwargs: dict[str, Any]) -> GenerationConfig:
+def _stop_at(stops: Any, river: River, kwargs: dict[str, Any]) -> None:
     """Transformers forgets the tokenizer when it is given a loop, so the criterion is made here."""
     tokenizer = kwargs.pop("tokenizer", None) or river.tokenizer
     if tokenizer is None:
@@ -72,10 +75,6 @@ def _stop_at(stops: Any, river: River, config: GenerationConfig, kwargs: dict[st
     criteria = StoppingCriteriaList(kwargs.get("stopping_criteria") or [])
     criteria.append(StopStringCriteria(tokenizer=tokenizer, stop_strings=stops))
     kwargs["stopping_criteria"] = criteria
-    config = copy.deepcopy(config)
-    config.stop_strings = None
-    config.disable_compile = True
-    return config
 
 
 def _require_supported(river: River, config: GenerationConfig, kwargs: dict[str, Any]) -> None:

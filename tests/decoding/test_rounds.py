@@ -19,6 +19,8 @@ from transformers import (
     StoppingCriteria,
     StoppingCriteriaList,
 )
+from transformers.testing_utils import CaptureLogger
+from transformers.utils import logging
 
 from river_offload.decoding import loop
 from river_offload.errors import UsageError
@@ -105,6 +107,14 @@ def test_stop_strings_and_criteria_stop(pairs: Callable[..., Any]) -> None:
     assert model.generate(tokens(9), stopping_criteria=criteria, **options).shape == (1, 15)
     with pytest.raises(UsageError, match="stop_strings need a tokenizer"):
         model.generate(tokens(9), stop_strings="w1", **options)
+
+
+def test_stop_strings_bring_no_warning_of_transformers(pairs: Callable[..., Any]) -> None:
+    model, _ = pairs()
+    logging.warning_once.cache_clear()
+    with CaptureLogger(logging.get_logger("transformers.generation.utils")) as captured:
+        model.generate(tokens(9), max_new_tokens=4, do_sample=False, stop_strings="z", tokenizer=byte_tokenizer())
+    assert captured.out == ""
 
 
 class NoneTwice(LogitsProcessor):
