@@ -26,6 +26,7 @@ from river_offload.errors import UsageError
 from river_offload.kv.cache import SharedCache
 from river_offload.kv.memory import Allocate
 from river_offload.layer import RiverLayer
+from river_offload.one_token import OneToken
 from river_offload.passage import Flow, OnMiss
 from river_offload.store.link import Link
 from river_offload.store.prefetcher import Prefetcher
@@ -112,7 +113,9 @@ def assemble(
         states_memory=states_memory,
     )
     for depth in range(structure.num_layers):
-        structure.layers[depth] = RiverLayer(depth, backbone.get(depth), river.get(depth), flow)
+        river_layer = river.get(depth)
+        one_token = {} if river_layer is None else {"one_token": OneToken.of(river_layer)}
+        structure.layers[depth] = RiverLayer(depth, backbone.get(depth), river_layer, flow, **one_token)
     _connect(structure, flow)
     return flow
 

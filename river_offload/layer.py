@@ -12,6 +12,7 @@ from torch import nn
 
 from river_offload.chunks import ChunkedCall, only_state
 from river_offload.errors import not_possible
+from river_offload.one_token import OneToken
 from river_offload.passage import Flow
 
 
@@ -23,13 +24,22 @@ class RiverLayer(nn.Module):
         backbone: the model's own layer; None where no mode that was built reaches it.
         river: its quantized copy, sharing the norms; None where no mode that was built reaches it.
         flow: the open passage and the store that lends backbone layers.
+        one_token: the river for one token in one call, or why there is no such thing.
     """
 
-    def __init__(self, depth: int, backbone: nn.Module | None, river: nn.Module | None, flow: Flow) -> None:
+    def __init__(
+        self,
+        depth: int,
+        backbone: nn.Module | None,
+        river: nn.Module | None,
+        flow: Flow,
+        one_token: OneToken | str = "there is no river",
+    ) -> None:
         super().__init__()
         self.depth = depth
         self.backbone = backbone
         self.river = river
+        self.one_token = one_token
         self._flow = flow
 
     def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -37,6 +47,10 @@ class RiverLayer(nn.Module):
         run = self._chunk_by_chunk if self._flow.passage.in_chunks else self._at_once
         if self._flow.takes_river(self.depth):
             assert self.river is not None
+            if not isinstance(self.one_token, str):
+                state = self.one_token.run(hidden_states, args, kwargs)
+                if state is not None:
+                    return state
             return run(self.river, hidden_states, args, kwargs, looking=False)
         with self._flow.store.hold(self.depth) as backbone:
             output = run(backbone, hidden_states, args, kwargs, looking=True)

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from torch import nn
 from transformers import PreTrainedModel
 
 from policies.exit import ExitRule
@@ -229,7 +230,7 @@ def _handled(plan: Plan, flow: Flow, streaming: Streaming, kernels: dict[str, An
         config=plan.config,
         placement=plan.placement,
         budget_source=plan.budget_source,
-        kernels=kernels,
+        kernels=kernels | _one_token_report(plan.structure.layers),
         notes=plan.checkpoint.notes,
         measure_device_bytes=device_bytes,
         measure_categories=held,
@@ -286,3 +287,10 @@ def _kernel_report(plan: Plan) -> dict[str, Any]:
             name: {"kernel": choice.kernel.name, "declined": dict(choice.declined)} for name, choice in found.items()
         },
     }
+
+
+def _one_token_report(layers: nn.ModuleList) -> dict[str, Any]:
+    """How many river layers take a single token in one native call, and why the others do not."""
+    made = [layer.one_token for layer in layers if layer.river is not None]
+    reasons = [one for one in made if isinstance(one, str)]
+    return {"one_token": {"layers": len(made) - len(reasons), "declined": list(dict.fromkeys(reasons))}}

@@ -70,6 +70,23 @@ class SharedLayer(RowsLayer):
         self._show(end)
         return self.keys, self.values
 
+    @property
+    def shape_of_a_token(self) -> tuple[int, int, int] | None:
+        """Rows, heads and head dimension of the keys; None before the first ones, and where values differ."""
+        if self._key_buffer is None or self._value_buffer is None or self._key_buffer.shape != self._value_buffer.shape:
+            return None
+        rows, heads, _, head_dim = self._key_buffer.shape
+        return rows, heads, head_dim
+
+    def claim(self, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Append tokens whose states the caller writes after those that are there: the whole buffers, [batch, kv_heads,
+        capacity, head_dim]. Raises ContextError when they do not fit."""
+        assert self._key_buffer is not None and self._value_buffer is not None
+        end = self.get_seq_length() + tokens
+        check_room(len(self._key_buffer), len(self._key_buffer), end, self.capacity)
+        self._show(end)
+        return self._key_buffer, self._value_buffer
+
     def crop(self, tokens_to_remove: int) -> None:
         """Give back the last tokens: a negative count, as transformers passes it.
 

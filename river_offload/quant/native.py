@@ -1,4 +1,4 @@
-"""Builds `native.c` with the system's C compiler on first use and loads it.
+"""Builds `native.c` and `layer.c` with the system's C compiler on first use and loads it.
 
 The library is kept in the cache directory, named after source, flags, compiler and processor, so that a home directory
 shared between machines never runs code for another one. It is linked to the OpenMP runtime that torch has loaded: a
@@ -21,12 +21,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-_SOURCE = Path(__file__).with_name("native.c")
+_SOURCES = [Path(__file__).with_name(name) for name in ("native.c", "layer.c")]
+_HEADER = Path(__file__).with_name("dot.h")
 # Not -ffast-math: linked into a library it makes the whole process flush denormals to zero.
 _FLAGS = ["-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros", "-fassociative-math"]
 _LINK = ["-fopenmp", "-shared", "-fPIC", "-Wl,--as-needed"]
 _LIBRARIES = ["-lm"]
-_DTYPES = {torch.float32: 0, torch.bfloat16: 1}
+DTYPES = {torch.float32: 0, torch.bfloat16: 1}
+"""Those of activations, and what they are called in C."""
 _BUILD_LIMIT_S = 120
 
 
@@ -34,8 +36,34 @@ class Unavailable(Exception):
     """The library cannot be had here; the message is the reason, for the report."""
 
 
+class Matrix(ctypes.Structure):
+    """A quantized linear, as `layer.c` reads it: addresses of its parts and of its bias, None where it has none."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("packed", "scale", "offset", "bias")),
+        *((name, ctypes.c_int64) for name in ("rows", "columns", "group")),
+    ]
+
+
+class Norm(ctypes.Structure):
+    """An RMS norm; without a weight there is none."""
+
+    _fields_ = [("weight", ctypes.c_void_p), ("epsilon", ctypes.c_float)]
+
+
+class Layer(ctypes.Structure):
+    """A river layer. What it has the addresses of must outlive it."""
+
+    _fields_ = [
+        *((name, Matrix) for name in ("q", "k", "v", "o", "gate", "up", "down")),
+        *((name, Norm) for name in ("before_attention", "before_mlp", "of_queries", "of_keys")),
+        *((name, ctypes.c_int64) for name in ("heads", "kv_heads", "head_dim", "bits", "dtype")),
+        ("scaling", ctypes.c_float),
+    ]
+
+
 class Library:
-    """The functions of `native.c`. They let other Python threads run meanwhile."""
+    """The functions of `native.c` and `layer.c`. They let other Python threads run meanwhile."""
 
     def __init__(self, path: Path) -> None:
         library = ctypes.CDLL(str(path))
@@ -46,6 +74,9 @@ class Library:
         self._dequantize.argtypes, self._dequantize.restype = [pointer] * 4 + [integer] * 5, None
         self._quantize = library.river_quantize
         self._quantize.argtypes, self._quantize.restype = [pointer] * 4 + [integer] * 4, None
+        self._layer_token = library.river_layer_token
+        self._layer_token.argtypes = [ctypes.POINTER(Layer), *[pointer] * 5, integer, integer, pointer]
+        self._layer_token.restype = None
         library.river_most_in_group.restype = integer
         self.most_in_group: int = library.river_most_in_group()
         library.river_takes_bf16.argtypes, library.river_takes_bf16.restype = [integer], integer
@@ -60,14 +91,14 @@ class Library:
         packed, scale, offset = parts["packed"], parts["scale"], parts["offset"]
         pointers = (x.data_ptr(), packed.data_ptr(), scale.data_ptr(), offset.data_ptr(), y.data_ptr())
         (rows, columns), group = x.shape, x.shape[1] // scale.shape[1]
-        self._linear(*pointers, rows, packed.shape[0], columns, bits, group, _DTYPES[x.dtype])
+        self._linear(*pointers, rows, packed.shape[0], columns, bits, group, DTYPES[x.dtype])
 
     def dequantize(self, parts: Mapping[str, Tensor], start: int, out: Tensor, bits: int) -> None:
         """Rows from `start` on of W into all of `out`, contiguous [n, K], float32 or bfloat16."""
         packed, scale, offset = (parts[name][start:] for name in ("packed", "scale", "offset"))
         rows, columns = out.shape
         pointers = (packed.data_ptr(), scale.data_ptr(), offset.data_ptr(), out.data_ptr())
-        self._dequantize(*pointers, rows, columns, bits, columns // scale.shape[1], _DTYPES[out.dtype])
+        self._dequantize(*pointers, rows, columns, bits, columns // scale.shape[1], DTYPES[out.dtype])
 
     def quantize(self, weight: Tensor, parts: Mapping[str, Tensor], bits: int) -> None:
         """weight [n, K], contiguous, finite float32, into parts of n rows, one thread; groups up to `most_in_group`."""
@@ -75,6 +106,20 @@ class Library:
         pointers = (weight.data_ptr(), packed.data_ptr(), scale.data_ptr(), offset.data_ptr())
         rows, columns = weight.shape
         self._quantize(*pointers, rows, columns, bits, columns // scale.shape[1])
+
+    def layer_token(
+        self, layer: Layer, x: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor, cached: int, y: Tensor
+    ) -> None:
+        """y = layer(x), all contiguous and of the layer's dtype.
+
+        Args:
+            x, y: [hidden] in any shape.
+            cos, sin: [head_dim] of the token's place, in any shape.
+            keys, values: [1, kv_heads, capacity, head_dim], `cached` tokens of them filled. The token's own are put
+                after those.
+        """
+        pointers = (x.data_ptr(), cos.data_ptr(), sin.data_ptr(), keys.data_ptr(), values.data_ptr())
+        self._layer_token(layer, *pointers, keys.shape[2], cached, y.data_ptr())
 
 
 @lru_cache
@@ -100,7 +145,8 @@ def _built(directory: Path) -> Path:
     command = [compiler, *_FLAGS, *_LINK]
     openmp = _openmp_of_torch()
     version = _run([compiler, "--version"]).stdout
-    identity = repr((command, openmp, version, _processor())).encode() + _SOURCE.read_bytes()
+    source = b"".join(file.read_bytes() for file in (_HEADER, *_SOURCES))
+    identity = repr((command, openmp, version, _processor())).encode() + source
     path = directory / f"river-{hashlib.sha256(identity).hexdigest()[:16]}.so"
     if _is_whole(path):
         return path
@@ -108,7 +154,7 @@ def _built(directory: Path) -> Path:
     handle, building = tempfile.mkstemp(dir=directory, suffix=".so")
     os.close(handle)
     try:
-        command += [str(_SOURCE), "-o", building, openmp, *_LIBRARIES]
+        command += [*map(str, _SOURCES), "-o", building, openmp, *_LIBRARIES]
         done = _run(command)
         if done.returncode:
             raise Unavailable(f"{compiler} failed: {(done.stderr.strip().splitlines() or ['it does not say why'])[-1]}")
