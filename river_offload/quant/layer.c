@@ -1,7 +1,8 @@
 /* One token of one text through a river layer of Llama's kind, in one call.
 
-   y = m + MLP(norm(m)) with m = x + attention(norm(x)): what modeling_llama.py computes, normed queries and keys (Qwen3)
-   and biases (Qwen2) where there are any. For one token the products are as short as the calls around them: a layer of
+   y = m + MLP(norm(m)) with m = x + attention(norm(x)): what modeling_llama.py computes, with normed queries and keys
+   (Qwen3), biases (Qwen2), heads turned in part (Phi-3) or queries scaled by their place (Ministral 3) where there are
+   any. For one token the products are as short as the calls around them: a layer of
    a 135M model takes a third of the time here. In bfloat16 values are rounded where torch's operators round theirs.
 
    Between two barriers each thread computes a share of the rows of one or more matrices. What all of them read, the
@@ -163,20 +164,28 @@ static void products(const layer *l, const matrix *m, int64_t row, int64_t count
     }
 }
 
-/* A query or key with its norm, at its place. cos and sin: [head_dim]. */
-static void placed(const float *x, const norm *of, const layer *l, const void *cos, const void *sin, float *y) {
-    const int64_t half = l->head_dim / 2;
+/* Where a token stands: cos and sin of the first `turned` dimensions of a head, and what queries are multiplied by. */
+typedef struct {
+    const void *cos, *sin;
+    int64_t turned;
+    float query_scale;
+} place;
+
+/* A query or key with its norm, at its place. */
+static void placed(const float *x, const norm *of, const layer *l, const place *at, float *y) {
+    const int64_t half = at->turned / 2;
     const int dtype = (int)l->dtype;
     float normed[l->head_dim];
     if (of->weight) {
         rms_norm(x, of, l->head_dim, dtype, normed);
         x = normed;
     }
-    for (int64_t i = 0; i < l->head_dim; i++) {
-        const float turned = i < half ? -x[i + half] : x[i - half];
-        const float straight = settled(x[i] * load(cos, i, dtype), dtype);
-        y[i] = settled(straight + settled(turned * load(sin, i, dtype), dtype), dtype);
+    for (int64_t i = 0; i < at->turned; i++) {
+        const float other = i < half ? -x[i + half] : x[i - half];
+        const float straight = settled(x[i] * load(at->cos, i, dtype), dtype);
+        y[i] = settled(straight + settled(other * load(at->sin, i, dtype), dtype), dtype);
     }
+    for (int64_t i = at->turned; i < l->head_dim; i++) y[i] = x[i];
 }
 
 /* Some keys and their values, [count, head_dim], into a softmax that goes on: its highest score, the sum of its
@@ -205,15 +214,18 @@ INLINE void attend(const layer *l, const float *query, const void *keys, const v
 
 /* One head's attention to `cached` keys and its own; the first head of those that share keys and values stores them.
    qkv: the products of the three matrices, one after the other. keys, values: of these heads, [capacity, head_dim]. */
-static void attention(const layer *l, int64_t head, const float *qkv, const void *cos, const void *sin, void *keys,
-                      void *values, int64_t cached, float *y) {
+static void attention(const layer *l, int64_t head, const float *qkv, const place *at, void *keys, void *values,
+                      int64_t cached, float *y) {
     const int64_t D = l->head_dim, shared = l->heads / l->kv_heads, kv = head / shared;
     const int dtype = (int)l->dtype, size = dtype == FLOAT32 ? 4 : 2;
     const float *own_value = qkv + (l->heads + l->kv_heads + kv) * D;
     float query[D], own_key[D], highest = -INFINITY, total = 0;
-    placed(qkv + head * D, &l->of_queries, l, cos, sin, query);
-    placed(qkv + (l->heads + kv) * D, &l->of_keys, l, cos, sin, own_key);
-    for (int64_t i = 0; i < D; i++) y[i] = 0;
+    placed(qkv + head * D, &l->of_queries, l, at, query);
+    placed(qkv + (l->heads + kv) * D, &l->of_keys, l, at, own_key);
+    for (int64_t i = 0; i < D; i++) {
+        query[i] = settled(query[i] * at->query_scale, dtype);
+        y[i] = 0;
+    }
     attend(l, query, own_key, own_value, 1, FLOAT32, &highest, &total, y);
     for (int64_t t = 0; t < cached; t += KEYS_AT_ONCE) {
         const int64_t count = cached - t < KEYS_AT_ONCE ? cached - t : KEYS_AT_ONCE;
@@ -233,10 +245,11 @@ static void attention(const layer *l, int64_t head, const float *qkv, const void
 
 INLINE int64_t up_to_four(int64_t left) { return left < FOUR ? left : FOUR; }
 
-/* x, y: [hidden]; cos, sin: [head_dim]; keys, values: [kv_heads, capacity, head_dim], `cached` tokens of them filled,
-   and the token's own are put after those. Takes some kilobytes of stack, in each thread. */
-void river_layer_token(const layer *l, const void *x, const void *cos, const void *sin, void *keys, void *values,
-                       int64_t capacity, int64_t cached, void *y) {
+/* x, y: [hidden]; cos, sin: [turned]; keys, values: [kv_heads, capacity, head_dim], `cached` tokens of them filled, and
+   the token's own are put after those. Takes some kilobytes of stack, in each thread. */
+void river_layer_token(const layer *l, const void *x, const void *cos, const void *sin, int64_t turned,
+                       float query_scale, void *keys, void *values, int64_t capacity, int64_t cached, void *y) {
+    const place at = {cos, sin, turned, query_scale};
     const int dtype = (int)l->dtype;
     const int64_t hidden = l->q.columns, wide = l->q.rows, kv_wide = l->k.rows, inner = l->gate.rows;
     const int64_t head_bytes = capacity * l->head_dim * (dtype == FLOAT32 ? 4 : 2);
@@ -261,8 +274,9 @@ void river_layer_token(const layer *l, const void *x, const void *cos, const voi
 #pragma omp barrier
 #pragma omp for schedule(static)
         for (int64_t h = 0; h < l->heads; h++) {
-            const int64_t at = h / (l->heads / l->kv_heads) * head_bytes;
-            attention(l, h, qkv, cos, sin, (char *)keys + at, (char *)values + at, cached, attended + h * l->head_dim);
+            const int64_t start = h / (l->heads / l->kv_heads) * head_bytes;
+            void *own_keys = (char *)keys + start, *own_values = (char *)values + start;
+            attention(l, h, qkv, &at, own_keys, own_values, cached, attended + h * l->head_dim);
         }
         prepare(attended, l, &l->o, &input);
 #pragma omp for schedule(static)

@@ -17,6 +17,7 @@ import tempfile
 from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -75,7 +76,9 @@ class Library:
         self._quantize = library.river_quantize
         self._quantize.argtypes, self._quantize.restype = [pointer] * 4 + [integer] * 4, None
         self._layer_token = library.river_layer_token
-        self._layer_token.argtypes = [ctypes.POINTER(Layer), *[pointer] * 5, integer, integer, pointer]
+        place: list[Any] = [pointer, pointer, integer, ctypes.c_float]
+        cache: list[Any] = [pointer, pointer, integer, integer]
+        self._layer_token.argtypes = [ctypes.POINTER(Layer), pointer, *place, *cache, pointer]
         self._layer_token.restype = None
         library.river_most_in_group.restype = integer
         self.most_in_group: int = library.river_most_in_group()
@@ -108,18 +111,29 @@ class Library:
         self._quantize(*pointers, rows, columns, bits, columns // scale.shape[1])
 
     def layer_token(
-        self, layer: Layer, x: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor, cached: int, y: Tensor
+        self,
+        layer: Layer,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        query_scale: float,
+        keys: Tensor,
+        values: Tensor,
+        cached: int,
+        y: Tensor,
     ) -> None:
         """y = layer(x), all contiguous and of the layer's dtype.
 
         Args:
             x, y: [hidden] in any shape.
-            cos, sin: [head_dim] of the token's place, in any shape.
+            cos, sin: of the token's place: [dimensions of a head that are turned], in any shape.
+            query_scale: what turned queries are multiplied by.
             keys, values: [1, kv_heads, capacity, head_dim], `cached` tokens of them filled. The token's own are put
                 after those.
         """
-        pointers = (x.data_ptr(), cos.data_ptr(), sin.data_ptr(), keys.data_ptr(), values.data_ptr())
-        self._layer_token(layer, *pointers, keys.shape[2], cached, y.data_ptr())
+        place = (cos.data_ptr(), sin.data_ptr(), cos.shape[-1], query_scale)
+        cache = (keys.data_ptr(), values.data_ptr(), keys.shape[2], cached)
+        self._layer_token(layer, x.data_ptr(), *place, *cache, y.data_ptr())
 
 
 @lru_cache
