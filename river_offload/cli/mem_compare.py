@@ -14,7 +14,7 @@ from river_offload.cli.report import print_json
 from river_offload.cli.streams import require_stdout
 from river_offload.cli.terminal import Terminal, boundary
 from river_offload.config import format_size
-from river_offload.planning.compare import Account, Comparison, Difference, read_account
+from river_offload.planning.compare import Comparison, Difference, MemoryAccount, read_account
 from river_offload.planning.compare import compare as compare_accounts
 
 _KINDS = {"plan": "planned", "run": "measured"}
@@ -55,7 +55,7 @@ def _print_table(found: Comparison) -> None:
     Console(highlight=False).print(table)
 
 
-def _heading(letter: str, account: Account) -> str:
+def _heading(letter: str, account: MemoryAccount) -> str:
     return f"{letter}: {Path(account.file).name}, {_KINDS[account.kind]}"
 
 

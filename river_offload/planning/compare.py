@@ -16,7 +16,7 @@ _FACTS = ("model", "context", "batch", "mode")
 
 
 @dataclass(frozen=True)
-class Account:
+class MemoryAccount:
     """What one file says of device memory."""
 
     file: str
@@ -44,8 +44,8 @@ class Difference:
 class Comparison:
     """Two accounts and their differences, the biggest first."""
 
-    a: Account
-    b: Account
+    a: MemoryAccount
+    b: MemoryAccount
     differences: tuple[Difference, ...]
 
     @property
@@ -70,7 +70,7 @@ class Comparison:
         }
 
 
-def compare(a: Account, b: Account) -> Comparison:
+def compare(a: MemoryAccount, b: MemoryAccount) -> Comparison:
     """Differences per category; a category that one account lacks counts as 0 there."""
     names = dict.fromkeys((*a.categories, *b.categories))
     found = [Difference(name, a.categories.get(name, 0), b.categories.get(name, 0)) for name in names]
@@ -78,7 +78,7 @@ def compare(a: Account, b: Account) -> Comparison:
     return Comparison(a, b, tuple(found))
 
 
-def read_account(file: str) -> Account:
+def read_account(file: str) -> MemoryAccount:
     """What `river-mem plan --json` or `river-mem measure --json` wrote. Raises UsageError for any other file."""
     try:
         found = json.loads(Path(file).read_bytes())
@@ -97,7 +97,7 @@ def read_account(file: str) -> Account:
         raise UsageError(f"{file} is a {kind}: compare takes what river-mem plan --json or measure --json wrote")
     counted = found if kind == "plan" else found.get("measured")
     peak_bytes, categories = _counts(file, counted)
-    return Account(file, kind, {name: found.get(name) for name in _FACTS}, peak_bytes, categories)
+    return MemoryAccount(file, kind, {name: found.get(name) for name in _FACTS}, peak_bytes, categories)
 
 
 def _counts(file: str, counted: Any) -> tuple[int, dict[str, int]]:
@@ -114,7 +114,7 @@ def _is_count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _side(account: Account) -> dict[str, Any]:
+def _side(account: MemoryAccount) -> dict[str, Any]:
     named = {"file": account.file, "kind": account.kind, **account.facts}
     return named | {"peak_device_bytes": account.peak_device_bytes}
 

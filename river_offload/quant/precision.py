@@ -9,7 +9,7 @@ from torch import nn
 
 from river_offload.errors import UsageError
 from river_offload.quant.hqq import fitting
-from river_offload.quant.kernels import Choice, Kernel, MatrixSpec, choose
+from river_offload.quant.kernels import Kernel, KernelChoice, MatrixSpec, choose
 from river_offload.quant.linear import RiverLinear
 from river_offload.quant.packing import QuantizedMatrix
 from river_offload.quant.river import choices, install, install_empty, river_parts
@@ -39,7 +39,7 @@ class Precision:
             layer, self.bits, self.group, dtype=self.dtype, device_type=self.device_type, kernels=self.kernels
         )
 
-    def choices(self, layer: nn.Module) -> dict[str, Choice]:
+    def choices(self, layer: nn.Module) -> dict[str, KernelChoice]:
         """The kernel of each linear of a layer, with the reasons of those that declined."""
         return choices(
             layer, self.bits, self.group, dtype=self.dtype, device_type=self.device_type, kernels=self.kernels

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from river_offload.quant.hqq import fitting, quantize_matrix
-from river_offload.quant.kernels import Choice, Kernel, MatrixSpec, choose
+from river_offload.quant.kernels import Kernel, KernelChoice, MatrixSpec, choose
 from river_offload.quant.linear import RiverLinear
 from river_offload.quant.native import Library, Unavailable
 from river_offload.quant.packing import QuantizedMatrix
@@ -127,7 +127,7 @@ def choices(
     dtype: torch.dtype,
     device_type: str,
     kernels: Sequence[Kernel] | None = None,
-) -> dict[str, Choice]:
+) -> dict[str, KernelChoice]:
     """The kernel of every linear of a backbone layer that will be quantized, and why others declined."""
     fits = ((name, linear, fitting(_shape(linear), group).group) for name, linear in _linears(layer))
     return {

@@ -13,11 +13,11 @@ from river_offload.quant.kernels.dense import Blocks, Reference
 from river_offload.quant.kernels.native_cpu import Native, NativeInt4
 from river_offload.quant.kernels.torch_cpu import TorchInt4Cpu
 
-__all__ = ["Choice", "Kernel", "MatrixSpec", "Reference", "choose", "ordered"]
+__all__ = ["Kernel", "KernelChoice", "MatrixSpec", "Reference", "choose", "ordered"]
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class KernelChoice:
     """The kernel that serves a matrix, and (name, reason) of each one before it that declined."""
 
     kernel: Kernel
@@ -33,12 +33,12 @@ def ordered(cache_dir: Path | None = None) -> tuple[Kernel, ...]:
     return (Gemlite(), TorchInt4Cuda(), NativeInt4(cache_dir), TorchInt4Cpu(), Native(cache_dir), Blocks())
 
 
-def choose(spec: MatrixSpec, kernels: Sequence[Kernel] | None = None) -> Choice:
+def choose(spec: MatrixSpec, kernels: Sequence[Kernel] | None = None) -> KernelChoice:
     """The first of `kernels` (default: `ordered()`) that serves `spec`."""
     declined: list[tuple[str, str]] = []
     for kernel in ordered() if kernels is None else kernels:
         reason = kernel.declines(spec)
         if reason is None:
-            return Choice(kernel, tuple(declined))
+            return KernelChoice(kernel, tuple(declined))
         declined.append((kernel.name, reason))
     raise ValueError(f"no kernel serves {spec}: {declined}")
