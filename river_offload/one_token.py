@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from river_offload.kv.cache import SharedCache, SharedLayer
+from river_offload.kv.resting import RestingLayer
 from river_offload.layer_kind import Described, described
 
 _UNDERSTOOD = {"attention_mask", "position_ids", "position_embeddings", "use_cache", "cache_position"}
@@ -69,14 +70,16 @@ class OneToken:
         if type(cache) is not SharedCache or any(self._hooks):  # whoever watches a part shall see it run
             return None
         place = cache.layers[self._depth]
-        if type(place) is not SharedLayer or place.shape_of_a_token != self._cached_shape or place.dtype != what.dtype:
+        if not isinstance(place, (SharedLayer, RestingLayer)) or place.shape_of_a_token != self._cached_shape:
+            return None
+        if place.dtype != what.dtype:
             return None
         cos, sin = kwargs["position_embeddings"]
         scale = 1.0 if what.query_scale is None else what.query_scale(kwargs["position_ids"])
-        cached = place.get_seq_length()
-        keys, values = place.claim(1)
+        keys, values = cache.claim(self._depth, 1)
         y = torch.empty_like(states)
-        what.library.layer_token(what.native, states.contiguous(), cos, sin, scale, keys, values, cached, y)
+        what.library.layer_token(what.native, states.contiguous(), cos, sin, scale, keys, values, y)
+        cache.settle(self._depth)
         return y
 
     @torch.no_grad()

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from families import tokens
+from families import logits_of_steps, tokens
 from torch import nn
 from transformers.models.llama import modeling_llama
 
@@ -234,11 +234,23 @@ def test_whoever_watches_a_part_sees_it_run(opened: Callable[..., Any]) -> None:
     assert stands_back(model)
 
 
-def test_batches_windows_and_other_kinds_of_cache_are_for_the_layer(
-    opened: Callable[..., Any], watched: Callable[..., Any]
-) -> None:
-    for model, rows in ((opened(batch=2), 2), (opened("mistral"), 1), (opened(kv_bits=8), 1)):  # its window: 8
+def test_batches_and_windows_are_for_the_layer(opened: Callable[..., Any], watched: Callable[..., Any]) -> None:
+    for model, rows in ((opened(batch=2), 2), (opened("mistral"), 1)):  # a window of 8
         assert set(watched(model, rows)[1]) == {False}
+
+
+@pytest.mark.parametrize("kind", [{"kv_bits": 8}, {"kv_tier": "host"}, {"kv_bits": 4, "kv_tier": "host"}])
+def test_caches_of_other_kinds(
+    kind: dict[str, Any], opened: Callable[..., Any], watched: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Long enough that tokens come to rest on the way."""
+    model, ids = opened(context=200, **kind), tokens(180)
+    assert watched(model)[1].count(True) == 11 * 5
+    found = logits_of_steps(model, ids, 60, model.river.new_cache())
+    monkeypatch.setattr(OneToken, "run", lambda *_: None)
+    expected = logits_of_steps(model, ids, 60, model.river.new_cache())
+    for mine, its in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, its, rtol=1e-3, atol=1e-2 if "kv_bits" in kind else 1e-4)
 
 
 def test_a_full_cache_is_an_error(opened: Callable[..., Any]) -> None:

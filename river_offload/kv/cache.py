@@ -20,7 +20,7 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicS
 from river_offload.errors import UnsupportedError
 from river_offload.kv.kind import PLAIN, KvKind
 from river_offload.kv.memory import Allocate, plain_memory
-from river_offload.kv.resting import RestingLayer, check_room
+from river_offload.kv.resting import RestingLayer, check_room, shape_of_a_token
 from river_offload.kv.rows import RowsLayer
 from river_offload.kv.workspace import KvLink, Workspace
 
@@ -72,20 +72,18 @@ class SharedLayer(RowsLayer):
 
     @property
     def shape_of_a_token(self) -> tuple[int, int, int] | None:
-        """Rows, heads and head dimension of the keys; None before the first ones, and where values differ."""
-        if self._key_buffer is None or self._value_buffer is None or self._key_buffer.shape != self._value_buffer.shape:
+        """Rows, heads and head dimension; None before the first states, and where those of values differ."""
+        if self._key_buffer is None or self._value_buffer is None:
             return None
-        rows, heads, _, head_dim = self._key_buffer.shape
-        return rows, heads, head_dim
+        return shape_of_a_token(self._key_buffer, self._value_buffer)
 
     def claim(self, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append tokens whose states the caller writes after those that are there: the whole buffers, [batch, kv_heads,
-        capacity, head_dim]. Raises ContextError when they do not fit."""
-        assert self._key_buffer is not None and self._value_buffer is not None
-        end = self.get_seq_length() + tokens
-        check_room(len(self._key_buffer), len(self._key_buffer), end, self.capacity)
+        """All that is cached and `tokens` more, whose states the caller writes. Raises ContextError when they do not
+        fit."""
+        rows, end = self._row_count(), self.get_seq_length() + tokens
+        check_room(rows, rows, end, self.capacity)
         self._show(end)
-        return self._key_buffer, self._value_buffer
+        return self.keys, self.values
 
     def crop(self, tokens_to_remove: int) -> None:
         """Give back the last tokens: a negative count, as transformers passes it.
@@ -251,9 +249,25 @@ class SharedCache(Cache):
         While it does, the next layer's are brought in. Raises what the layer's own `update` raises.
         """
         shown: tuple[torch.Tensor, torch.Tensor] = super().update(key_states, value_states, layer_idx, *args, **kwargs)
-        if (following := self._following.get(layer_idx)) is not None:
-            self.layers[following].bring_ahead()
+        self._bring_ahead(layer_idx)
         return shown
+
+    def claim(self, depth: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """All that is cached at one depth and `tokens` more, [rows, heads, tokens, head_dim], whose states the caller
+        writes. Then he calls `settle`. Raises as `update` does."""
+        shown: tuple[torch.Tensor, torch.Tensor] = self.layers[depth].claim(tokens)
+        self._bring_ahead(depth)
+        return shown
+
+    def settle(self, depth: int) -> None:
+        """The tokens that were claimed at `depth` are written."""
+        layer = self.layers[depth]
+        if isinstance(layer, RestingLayer):
+            layer.settle()
+
+    def _bring_ahead(self, depth: int) -> None:
+        if (following := self._following.get(depth)) is not None:
+            self.layers[following].bring_ahead()
 
     def device_tensors(self) -> Iterator[torch.Tensor | None]:
         """What the cache holds on the device, None where a layer holds nothing yet."""

@@ -25,6 +25,12 @@ def check_room(rows: int, held_rows: int, end: int, capacity: int) -> None:
         )
 
 
+def shape_of_a_token(keys: torch.Tensor, values: torch.Tensor) -> tuple[int, int, int] | None:
+    """Rows, heads and head dimension of cached states [rows, heads, tokens, head_dim]; None where the two differ."""
+    rows, heads, _, head_dim = keys.shape
+    return (rows, heads, head_dim) if (*values.shape[:2], values.shape[3]) == (rows, heads, head_dim) else None
+
+
 class RestingLayer(RowsLayer):
     """Keys and values of one depth: old tokens at rest, recent ones in full precision on the device.
 
@@ -66,6 +72,8 @@ class RestingLayer(RowsLayer):
         """The first token of `_recent`: before `_rested`, so that tokens can be given back."""
         self._recent: tuple[torch.Tensor, torch.Tensor] | None = None
         """Never written in place: the mark of a pass keeps the old ones."""
+        self._claimed: tuple[torch.Tensor, torch.Tensor] | None = None
+        """Views of the workspace with room for new tokens, until these are settled."""
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any) -> None:
         """Allocate for the batch, heads and dtype of the first states."""
@@ -85,27 +93,42 @@ class RestingLayer(RowsLayer):
         """
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        start, end = self._length, self._length + key_states.shape[2]
+        shown = self._extend(len(key_states), key_states.shape[2])
+        for whole, new in zip(shown, (key_states, value_states), strict=True):
+            whole[:, :, self._length :] = new
+        self.settle()
+        return shown
+
+    @property
+    def shape_of_a_token(self) -> tuple[int, int, int] | None:
+        """Rows, heads and head dimension; None before the first states, and where those of values differ."""
+        return None if self._recent is None else shape_of_a_token(*self._recent)
+
+    def claim(self, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """All that is cached and `tokens` more, whose states the caller writes. Then he calls `settle`.
+
+        Raises as `update` does.
+        """
+        return self._extend(self._row_count(), tokens)
+
+    def settle(self) -> None:
+        """Put to rest, or keep, the tokens that were claimed."""
+        assert self._claimed is not None
+        shown, self._claimed = self._claimed, None
+        start, end = self._length, shown[0].shape[2]
         rests, recent = self._held()
-        check_room(len(key_states), len(recent[0]), end, self.capacity)
         rested = max(self._rested, self._rested_of(end))
         recent_start = max(self._recent_start, self._rested_of(end - self._give_back))
-        shown, there = self._workspace.lend(self.place, (key_states, value_states), end)
-        there = min(there, self._rested)  # fewer where tokens were given back since
         kept = []
-        for rest, old, new, whole in zip(rests, recent, (key_states, value_states), shown, strict=True):
-            rest.get(there, whole[:, :, there : self._rested])
-            whole[:, :, self._rested : start] = old[:, :, self._rested - self._recent_start :]
-            whole[:, :, start:] = new
+        for rest, old, whole in zip(rests, recent, shown, strict=True):
             if rested > self._rested:
                 rest.put(self._rested, whole[:, :, self._rested : rested])
             dropped = recent_start - self._recent_start
-            kept.append(torch.cat((old[:, :, dropped:], new[:, :, max(recent_start - start, 0) :]), dim=2))
+            kept.append(torch.cat((old[:, :, dropped:], whole[:, :, max(recent_start, start) :]), dim=2))
         # In few bits what was put to rest just now is still there as it was before.
         self._workspace.keep(self.place, rested if self._kind.bits == 16 else self._rested)
         self._length, self._rested, self._recent_start = end, rested, recent_start
         self._recent = (kept[0], kept[1])
-        return shown
 
     def bring_ahead(self) -> None:
         """The layer runs next: begin to bring its tokens in, if there is a room for them."""
@@ -178,6 +201,19 @@ class RestingLayer(RowsLayer):
         if self.is_initialized and self._kind.tier == "host":
             for rest in self._held()[0]:
                 yield from rest.buffers
+
+    def _extend(self, rows: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Bring all tokens into the workspace, in front of room for more."""
+        start, end = self._length, self._length + tokens
+        rests, recent = self._held()
+        check_room(rows, len(recent[0]), end, self.capacity)
+        shown, there = self._workspace.lend(self.place, recent, end)
+        there = min(there, self._rested)  # fewer where tokens were given back since
+        for rest, old, whole in zip(rests, recent, shown, strict=True):
+            rest.get(there, whole[:, :, there : self._rested])
+            whole[:, :, self._rested : start] = old[:, :, self._rested - self._recent_start :]
+        self._claimed = shown
+        return shown
 
     def _held(self) -> tuple[tuple[Rest, Rest], tuple[torch.Tensor, torch.Tensor]]:
         assert self._rests is not None and self._recent is not None

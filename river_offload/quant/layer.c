@@ -213,7 +213,7 @@ INLINE void attend(const layer *l, const float *query, const void *keys, const v
 }
 
 /* One head's attention to `cached` keys and its own; the first head of those that share keys and values stores them.
-   qkv: the products of the three matrices, one after the other. keys, values: of these heads, [capacity, head_dim]. */
+   qkv: the products of the three matrices, one after the other. keys, values: of these heads, [cached + 1, head_dim]. */
 static void attention(const layer *l, int64_t head, const float *qkv, const place *at, void *keys, void *values,
                       int64_t cached, float *y) {
     const int64_t D = l->head_dim, shared = l->heads / l->kv_heads, kv = head / shared;
@@ -245,14 +245,14 @@ static void attention(const layer *l, int64_t head, const float *qkv, const plac
 
 INLINE int64_t up_to_four(int64_t left) { return left < FOUR ? left : FOUR; }
 
-/* x, y: [hidden]; cos, sin: [turned]; keys, values: [kv_heads, capacity, head_dim], `cached` tokens of them filled, and
-   the token's own are put after those. Takes some kilobytes of stack, in each thread. */
+/* x, y: [hidden]; cos, sin: [turned]; keys, values: [kv_heads, cached + 1, head_dim], each head `stride` values after
+   the one before it; the last token is this one and is written. Takes some kilobytes of stack, in each thread. */
 void river_layer_token(const layer *l, const void *x, const void *cos, const void *sin, int64_t turned,
-                       float query_scale, void *keys, void *values, int64_t capacity, int64_t cached, void *y) {
+                       float query_scale, void *keys, void *values, int64_t stride, int64_t cached, void *y) {
     const place at = {cos, sin, turned, query_scale};
     const int dtype = (int)l->dtype;
     const int64_t hidden = l->q.columns, wide = l->q.rows, kv_wide = l->k.rows, inner = l->gate.rows;
-    const int64_t head_bytes = capacity * l->head_dim * (dtype == FLOAT32 ? 4 : 2);
+    const int64_t head_bytes = stride * (dtype == FLOAT32 ? 4 : 2);
     float stack[hidden + 2 * wide + 2 * kv_wide + hidden + inner]; /* pointers: threads would copy an array */
     float *state = stack, *qkv = state + hidden, *attended = qkv + wide + 2 * kv_wide, *middle = attended + wide;
     float *activated = middle + hidden;

@@ -119,20 +119,18 @@ class Library:
         query_scale: float,
         keys: Tensor,
         values: Tensor,
-        cached: int,
         y: Tensor,
     ) -> None:
-        """y = layer(x), all contiguous and of the layer's dtype.
+        """y = layer(x), all of the layer's dtype and contiguous, of keys and values each head.
 
         Args:
             x, y: [hidden] in any shape.
             cos, sin: of the token's place: [dimensions of a head that are turned], in any shape.
             query_scale: what turned queries are multiplied by.
-            keys, values: [1, kv_heads, capacity, head_dim], `cached` tokens of them filled. The token's own are put
-                after those.
+            keys, values: [1, kv_heads, tokens, head_dim], with equal strides. The last token is this one, and written.
         """
         place = (cos.data_ptr(), sin.data_ptr(), cos.shape[-1], query_scale)
-        cache = (keys.data_ptr(), values.data_ptr(), keys.shape[2], cached)
+        cache = (keys.data_ptr(), values.data_ptr(), keys.stride(1), keys.shape[2] - 1)
         self._layer_token(layer, x.data_ptr(), *place, *cache, y.data_ptr())
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from rigs import LINKS, MOST, Make, Rig, drive, layout, random_passages
@@ -132,18 +134,30 @@ def test_without_the_edge_from_compute_to_copy_the_suite_fails(source: str, make
         drive(make_rig(f"{source}-eager", 5, 2, kind="next", link_type=UnwaitedCompute))
 
 
-def slow_down(monkeypatch: pytest.MonkeyPatch, seconds: float, times: int | None = None) -> None:
-    """The first reads of a file take long: a race made wide enough to lose."""
-    plain, left = SourceFile.read, [times]
+def slow_down(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    """Every read of a file takes long: a race made wide enough to lose."""
+    plain = SourceFile.read
 
     def read(self: SourceFile, buffer: memoryview, offset: int, nbytes: int) -> int:
         skip = plain(self, buffer, offset, nbytes)
-        if left[0] is None or left[0] > 0:
-            left[0] = None if left[0] is None else left[0] - 1
-            time.sleep(seconds)
+        time.sleep(seconds)
         return skip
 
     monkeypatch.setattr(SourceFile, "read", read)
+
+
+def hold_up_the_first_read(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """The first read of a file ends when the event is set."""
+    plain, first, may_end = SourceFile.read, [True], threading.Event()
+
+    def read(self: SourceFile, buffer: memoryview, offset: int, nbytes: int) -> int:
+        skip = plain(self, buffer, offset, nbytes)
+        if first.pop() if first else False:
+            assert may_end.wait(10)
+        return skip
+
+    monkeypatch.setattr(SourceFile, "read", read)
+    return may_end
 
 
 @pytest.mark.parametrize("link_type", [CpuLink, UnwaitedRead])
@@ -164,18 +178,25 @@ def test_a_read_that_was_called_off_never_lands_on_the_next_one(
     link_type: type[CpuLink], make_rig: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rig = make_rig("cpu", 2, 1, link_type=link_type)
-    slow_down(monkeypatch, 0.1, times=1)
+    may_end = hold_up_the_first_read(monkeypatch)
     rig.link.fetch(0, 0)
     while not rig.link.cancel(0):  # until a thread has taken it up
         rig.link.fetch(0, 0)
         time.sleep(0.001)
     rig.link.fetch(1, 0)
-    rig.link.wait(0)
-    time.sleep(0.15)
-    rig.compute(1, dict(rig.slots.parameters(1, 0)))
     if link_type is CpuLink:
+        may_end.set()
+        rig.link.wait(0)
+        rig.compute(1, dict(rig.slots.parameters(1, 0)))
         rig.check()
-    else:
+    else:  # the second read is done before the first one
+        rig.link.wait(0)
+        arrived = rig.slots.buffers[0].clone()
+        may_end.set()
+        deadline = time.monotonic() + 10
+        while torch.equal(rig.slots.buffers[0], arrived) and time.monotonic() < deadline:
+            time.sleep(0.001)
+        rig.compute(1, dict(rig.slots.parameters(1, 0)))
         with pytest.raises(AssertionError, match="computed with other bytes"):
             rig.check()
 
