@@ -14,6 +14,7 @@ rate that a rule reaches is what it is told next (Dinkelbach's iteration).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Protocol
@@ -36,7 +37,7 @@ _PRIOR_TOKENS = 8.0
 _TRIED_AGAIN = 16
 """Checks without a draft after which one is tried."""
 _NEWEST = 0.1
-"""Weight of the newest measurement of a duration."""
+"""Weight of the newest measurement of a duration, once there are some."""
 _REMEMBERED_CHECKS = 64
 """Checks after which an observation counts by 1/e: texts differ."""
 
@@ -85,6 +86,7 @@ class Adaptive:
         self.agreement = Agreement()
         self.check = CheckCost()
         self.draft_s: float | None = None
+        self._drafted = 0
         self._tokens = self._seconds = 0.0
         self._undrafted = 0
         """Checks in a row of no drafts at all."""
@@ -103,7 +105,9 @@ class Adaptive:
         return counts > rate * (self.draft_s + self.check.next_token_s)
 
     def drafted(self, seconds: float) -> None:
-        self.draft_s = _average(self.draft_s, seconds)
+        self._drafted += 1  # the very first one often takes much longer
+        weight = max(_NEWEST, 1 / self._drafted)
+        self.draft_s = seconds if self.draft_s is None else self.draft_s + weight * (seconds - self.draft_s)
 
     def checked(self, margins: Sequence[float], accepted: int, seconds: float) -> None:
         self._undrafted = 0 if margins else self._undrafted + 1
@@ -133,12 +137,13 @@ class Agreement:
     """How often the backbone agrees with a drafted token of a margin, as long as all before it were right."""
 
     def __init__(self) -> None:
-        # A margin of 0 is right half the time and a margin of 1 nearly always: a line between the two, to begin with.
+        # To begin with, about what the demo model's river is right in (docs/results.md): a text of a hundred tokens is
+        # too short to find that out first.
         places = (0.0, *_EDGES, 1.0)
         middles = [(low + high) / 2 for low, high in pairwise(places)]
-        self._right = [_PRIOR_TOKENS * (0.5 + 0.48 * middle) for middle in middles]
+        self._right = [_PRIOR_TOKENS * (1 - 0.55 * math.exp(-5 * middle)) for middle in middles]
         self._seen = [_PRIOR_TOKENS] * len(middles)
-        self._all_right, self._all_seen = 0.8 * _PRIOR_TOKENS, _PRIOR_TOKENS
+        self._all_right, self._all_seen = 0.9 * _PRIOR_TOKENS, _PRIOR_TOKENS
 
     @property
     def mean(self) -> float:
@@ -202,7 +207,3 @@ def drafting_of(draft: str | int) -> Drafting:
 
 def _place(margin: float) -> int:
     return sum(margin >= edge for edge in _EDGES)
-
-
-def _average(old: float | None, new: float) -> float:
-    return new if old is None else old + _NEWEST * (new - old)

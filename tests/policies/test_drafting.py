@@ -57,6 +57,29 @@ def test_the_adaptive_length_reaches_the_best_fixed_one_untold(link: str) -> Non
     assert replay(Adaptive(), chain, CHECK_S[link]) >= max(fixed.values())
 
 
+@pytest.mark.parametrize("check_s", [2.0, 10.0, 40.0])
+def test_a_text_of_sixty_tokens_is_not_spent_on_learning(check_s: float) -> None:
+    """On average over places of the record, the first draft being slow, as it is in a real run."""
+
+    def rate(policy: Drafting, chain: Sequence[tuple[float, bool]]) -> float:
+        place, seconds = 0, 0.0
+        while place < 64:
+            margins: list[float] = []
+            while policy.goes_on(margins):
+                margins.append(chain[place + len(margins)][0])
+                policy.drafted(1.0 if seconds else 2.5)
+                seconds += 1.0 if seconds else 2.5
+            accepted = next((i for i in range(len(margins)) if not chain[place + i][1]), len(margins))
+            policy.checked(margins, accepted, check_s)
+            seconds += check_s
+            place += accepted + 1
+        return place / seconds
+
+    chains = [recorded()[start:] for start in range(0, 800, 40)]
+    fixed = max(sum(rate(FixedLength(length), chain) for chain in chains) for length in LENGTHS)
+    assert sum(rate(Adaptive(), chain) for chain in chains) > 0.98 * fixed
+
+
 @pytest.mark.parametrize("check_s", [0.7, 1.2])
 def test_where_a_draft_costs_a_check_it_is_left_out(check_s: float) -> None:
     """All is on the device, and Python takes longer than any layer: the backbone alone is the quickest."""
