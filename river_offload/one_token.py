@@ -74,7 +74,7 @@ class OneToken:
             return None
         if place.dtype != what.dtype:
             return None
-        cos, sin = kwargs["position_embeddings"]
+        cos, sin = (part.to(what.dtype).contiguous() for part in kwargs["position_embeddings"])
         scale = 1.0 if what.query_scale is None else what.query_scale(kwargs["position_ids"])
         keys, values = cache.claim(self._depth, 1)
         y = torch.empty_like(states)

@@ -253,6 +253,21 @@ def test_caches_of_other_kinds(
         torch.testing.assert_close(mine, its, rtol=1e-3, atol=1e-2 if "kv_bits" in kind else 1e-4)
 
 
+@pytest.mark.parametrize("what", ["keys", "values"])
+def test_a_cache_with_a_nan_shows(what: str, opened: Callable[..., Any]) -> None:
+    model = opened()
+    layer, places = layers(model)[0], Places(model)
+    assert isinstance(layer.one_token, OneToken) and layer.river is not None
+    entering, kwargs = places.call(0, 70)
+    with torch.no_grad():
+        layer.river(entering, **kwargs)
+    getattr(places.cache.layers[0], what)[:, :, 3] = torch.nan
+    entering, kwargs = places.call(70, 71)
+    with torch.no_grad():
+        state = layer.one_token.run(entering, (), kwargs)
+    assert state is not None and state.isnan().all()
+
+
 def test_a_full_cache_is_an_error(opened: Callable[..., Any]) -> None:
     model = opened()
     layer, places = layers(model)[0], Places(model)

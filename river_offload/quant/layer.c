@@ -57,7 +57,7 @@ INLINE float settled(float value, int dtype) { return dtype == FLOAT32 ? value :
 
 /* Within 2e-7 of e^x (the polynomial of Cephes), in a form that the compiler vectorizes. */
 INLINE float exponential(float x) {
-    x = x > -87 ? x < 88 ? x : 88 : -87;
+    x = x < -87 ? -87 : x > 88 ? 88 : x; /* a NaN stays one */
     const float n = rintf(x * 1.44269504f);
     const float r = fmaf(n, 2.12194440e-4f, fmaf(n, -0.693359375f, x)); /* ln 2 in two parts, which stay two */
     float p = 1.9875691500e-4f;
