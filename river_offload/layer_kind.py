@@ -53,6 +53,15 @@ class Described:
     dtype: torch.dtype
     query_scale: Callable[[torch.Tensor], float] | None
     """Of the position ids [1, 1] of a token; None where queries are not scaled by their place."""
+    held: tuple[torch.Tensor, ...]
+    """What `native` has the addresses of: kept, or they would be those of other things some day."""
+    parameters: tuple[tuple[Mapping[str, Any], str, int], ...]
+    """Norms and biases by their module's parameters, their name and their address."""
+
+    @property
+    def is_current(self) -> bool:
+        """Are norms and biases still the tensors that `native` knows?"""
+        return all(parameters[name].data_ptr() == address for parameters, name, address in self.parameters)
 
 
 def described(layer: nn.Module) -> Described | str:
@@ -66,7 +75,11 @@ def described(layer: nn.Module) -> Described | str:
     output = modules["self_attn.o_proj"]
     if isinstance(output.packed, FakeTensor):
         return "its matrices are fake"
+    if (reason := _other_activation(modules)) is not None:
+        return reason
     spec, attention = output.spec, modules["self_attn"]
+    if (implementation := attention.config._attn_implementation) != "sdpa":
+        return f"its attention is {implementation!r}, not 'sdpa'"
     if spec.dtype not in DTYPES:
         return f"{spec.dtype} is not one of {', '.join(str(dtype) for dtype in DTYPES)}"
     native = Layer(bits=spec.bits, dtype=DTYPES[spec.dtype], head_dim=attention.head_dim, scaling=attention.scaling)
@@ -83,7 +96,15 @@ def described(layer: nn.Module) -> Described | str:
             if weight.dtype != spec.dtype or weight.shape != (width,):
                 return f"{path} has a weight of {weight.dtype} {list(weight.shape)}"
             setattr(native, name, Norm(weight.data_ptr(), modules[path].variance_epsilon))
-    return Described(native, output.kernel.library(), spec.dtype, _query_scale(attention, spec.dtype))
+    named = [(m._parameters, n, p) for m in layer.modules() for n, p in m._parameters.items() if p is not None]
+    return Described(
+        native,
+        output.kernel.library(),
+        spec.dtype,
+        _query_scale(attention, spec.dtype),
+        held=tuple(t.detach() for t in (*layer.parameters(), *layer.buffers())),
+        parameters=tuple((parameters, name, parameter.data_ptr()) for parameters, name, parameter in named),
+    )
 
 
 def _other_parts(found: set[str]) -> str | None:
@@ -108,6 +129,15 @@ def _other_code(layer: nn.Module) -> str | None:
     if strange := _names(inspect.unwrap(rotary)) - set(_ROTARY_NAMES.split()):
         return f"places are not told as Llama tells them: {', '.join(sorted(strange))}"
     return None
+
+
+@torch.no_grad()
+def _other_activation(modules: Mapping[str, Any]) -> str | None:
+    activation = modules.get("mlp.act_fn") or modules["mlp.activation_fn"]
+    gates = torch.linspace(-30, 30, 601)
+    if torch.allclose(activation(gates), torch.nn.functional.silu(gates), rtol=1e-4, atol=1e-5):
+        return None
+    return f"its activation is {type(activation).__name__}, not SiLU"
 
 
 def _forward(module: nn.Module) -> Any:

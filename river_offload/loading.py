@@ -9,7 +9,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-from torch import nn
 from transformers import PreTrainedModel
 
 from policies.exit import ExitRule
@@ -18,7 +17,7 @@ from policies.profiles import load_profile
 from river_offload.assemble import assemble
 from river_offload.config import QuantConfig, RiverConfig
 from river_offload.handle import River
-from river_offload.kv.cache import SharedCache
+from river_offload.kv.cache import SharedCache, WindowLayer
 from river_offload.kv.kind import KvKind
 from river_offload.kv.memory import host_memory, kv_folder, states_memory
 from river_offload.ledger import held_by_category
@@ -34,6 +33,7 @@ from river_offload.seams import install_seams
 from river_offload.store.layout import Layout
 from river_offload.store.tiers import DiskTier
 from river_offload.streaming import Streaming, open_streaming
+from river_offload.structure import Structure, text_config
 from river_offload.trace import Trace
 
 
@@ -230,7 +230,7 @@ def _handled(plan: Plan, flow: Flow, streaming: Streaming, kernels: dict[str, An
         config=plan.config,
         placement=plan.placement,
         budget_source=plan.budget_source,
-        kernels=kernels | _one_token_report(plan.structure.layers),
+        kernels=kernels | _one_token_report(plan.structure, plan.config.context),
         notes=plan.checkpoint.notes,
         measure_device_bytes=device_bytes,
         measure_categories=held,
@@ -289,8 +289,19 @@ def _kernel_report(plan: Plan) -> dict[str, Any]:
     }
 
 
-def _one_token_report(layers: nn.ModuleList) -> dict[str, Any]:
+def _one_token_report(structure: Structure, context: int) -> dict[str, Any]:
     """How many river layers take a single token in one native call, and why the others do not."""
-    made = [layer.one_token for layer in layers if layer.river is not None]
-    reasons = [one for one in made if isinstance(one, str)]
-    return {"one_token": {"layers": len(made) - len(reasons), "declined": list(dict.fromkeys(reasons))}}
+    caches = SharedCache(text_config(structure.model.config), context).layers
+    served = 0
+    reasons: list[str] = []
+    layer: Any
+    for layer, cache in zip(structure.layers, caches, strict=True):
+        if layer.river is None:
+            continue
+        if isinstance(layer.one_token, str):
+            reasons.append(layer.one_token)
+        elif isinstance(cache, WindowLayer):
+            reasons.append("its attention slides within the context")
+        else:
+            served += 1
+    return {"one_token": {"layers": served, "declined": list(dict.fromkeys(reasons))}}

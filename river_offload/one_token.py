@@ -7,6 +7,7 @@ torch's attention of a single query takes longer than the matrices of a large on
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -34,7 +35,7 @@ class OneToken:
         self._depth: int = attention.layer_idx
         self._cache_name = _cache_name(layer)
         self._understood = _UNDERSTOOD | {self._cache_name}
-        self._cached_shape = (1, what.native.kv_heads, what.native.head_dim)
+        self._token_kind = (1, what.native.kv_heads, what.native.head_dim, what.dtype)
         self._hooks = [hooks for m in layer.modules() for hooks in (m._forward_hooks, m._forward_pre_hooks)]
 
     @classmethod
@@ -48,6 +49,8 @@ class OneToken:
             return what
         one_token = cls(layer, what)
         apart = one_token._apart(layer)
+        if apart is None:
+            return "it could not be tried here"
         if not apart <= _LIMITS[what.dtype]:
             return f"its results are not those of a layer of Llama's kind: {apart:.0%} apart"
         return one_token
@@ -64,17 +67,19 @@ class OneToken:
             return None
         if any(value is not None for name, value in kwargs.items() if name not in self._understood):
             return None
-        if self._layer.training or (what.query_scale is not None and kwargs.get("position_ids") is None):
+        if self._layer.training or torch.is_autocast_enabled("cpu") or not what.is_current:
+            return None
+        if what.query_scale is not None and kwargs.get("position_ids") is None:
             return None
         cache = kwargs.get(self._cache_name)
         if type(cache) is not SharedCache or any(self._hooks):  # whoever watches a part shall see it run
             return None
         place = cache.layers[self._depth]
-        if not isinstance(place, (SharedLayer, RestingLayer)) or place.shape_of_a_token != self._cached_shape:
+        if not isinstance(place, (SharedLayer, RestingLayer)) or place.token_kind != self._token_kind:
             return None
-        if place.dtype != what.dtype:
+        cos, sin = (part.contiguous() for part in kwargs["position_embeddings"])
+        if not self._is_place(cos) or cos.shape != sin.shape or cos.dtype != sin.dtype:
             return None
-        cos, sin = (part.to(what.dtype).contiguous() for part in kwargs["position_embeddings"])
         scale = 1.0 if what.query_scale is None else what.query_scale(kwargs["position_ids"])
         keys, values = cache.claim(self._depth, 1)
         y = torch.empty_like(states)
@@ -82,9 +87,15 @@ class OneToken:
         cache.settle(self._depth)
         return y
 
+    def _is_place(self, cos: Tensor) -> bool:
+        """Of one token, and of no more dimensions than a head has?"""
+        turned = cos.shape[-1]
+        return cos.dtype == self._what.dtype and cos.numel() == turned <= self._what.native.head_dim and turned % 2 == 0
+
     @torch.no_grad()
-    def _apart(self, layer: nn.Module) -> float:
-        """How far this is from `layer` in what it adds to a token, and in the key and value it caches."""
+    def _apart(self, layer: nn.Module) -> float | None:
+        """How far this is from `layer` in what it adds to a token, and in the key and value it caches. None where calls
+        are for the layer itself."""
         native, dtype = self._what.native, self._what.dtype
         generator = torch.Generator().manual_seed(0)
         # Small beside what the layer adds to them, which is of the size of its weights: the norms see to that.
@@ -93,7 +104,7 @@ class OneToken:
         embeddings = angles.cos().to(dtype), angles.sin().to(dtype)
         far = getattr(self._config, "max_position_embeddings", _PROBED_TOKENS) - _PROBED_TOKENS
         cache = SharedCache(self._config, _PROBED_TOKENS)
-        place = cache.layers[self._depth]
+        place = cache.layers[self._depth] = SharedLayer(_PROBED_TOKENS)  # whatever window it may have
 
         def call(first: int, last: int) -> tuple[Tensor, dict[str, Any]]:
             return states[:, first:last], {
@@ -113,9 +124,16 @@ class OneToken:
         place.crop(-1)
         made = self.run(token, (), kwargs)
         if made is None:
-            return float("inf")
-        pairs = zip(outcome(made), expected, strict=True)
-        return max(float((mine - its).abs().max() / its.abs().max()) for mine, its in pairs)
+            return None
+        return max(_relative(mine, its) for mine, its in zip(outcome(made), expected, strict=True))
+
+
+def _relative(found: Tensor, expected: Tensor) -> float:
+    """The largest difference by the largest value; infinite where either is not finite."""
+    apart, size = float((found - expected).abs().max()), float(expected.abs().max())
+    if not math.isfinite(apart + size):
+        return math.inf
+    return apart / size if size else math.inf if apart else 0.0
 
 
 def _cache_name(layer: nn.Module) -> str:

@@ -220,6 +220,65 @@ def test_it_stands_back_from_all_but_one_token_of_one_row(opened: Callable[..., 
     assert stands_back(opened("ministral3"), position_ids=None)
 
 
+def test_it_stands_back_from_other_dtypes(opened: Callable[..., Any]) -> None:
+    model = opened()
+    cos, sin = Places(model).call(5, 6)[1]["position_embeddings"]
+    assert not stands_back(model, position_embeddings=(cos, sin))
+    assert stands_back(model, position_embeddings=(cos.double(), sin.double()))
+    assert stands_back(model, position_embeddings=(cos.repeat(1, 1, 2), sin.repeat(1, 1, 2)))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert stands_back(model)
+    layer, places = layers(model)[0], Places(model)
+    assert isinstance(layer.one_token, OneToken)
+    keys = torch.zeros(1, 2, 5, 32)
+    places.cache.update(keys, keys.bfloat16(), 0)
+    assert layer.one_token.run(*places.call(5, 6)[:1], (), places.call(5, 6)[1]) is None
+    assert places.cache.layers[0].get_seq_length() == 5
+
+
+def test_it_stands_back_from_a_norm_that_was_replaced(opened: Callable[..., Any]) -> None:
+    model = opened()
+    norm = layers(model)[0].get_submodule("river.input_layernorm")
+    norm.weight.data.mul_(3)
+    assert not stands_back(model)
+    for found, expected in compared(model, layers(model)[0]):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    norm.weight.data = norm.weight.data * 3
+    assert stands_back(model)
+    model = opened("qwen2")
+    layers(model)[0].get_submodule("river.self_attn.q_proj").bias = nn.Parameter(torch.zeros(128), requires_grad=False)
+    assert stands_back(model)
+
+
+@pytest.mark.parametrize("window", [2, 8])
+def test_windows_of_any_length_load(window: int, checkpoint: Callable[..., Any], opened: Callable[..., Any]) -> None:
+    model = opened(checkpoint("mistral", sliding_window=window))
+    reason = "its attention slides within the context"
+    assert model.river.report()["one_token"] == {"layers": 0, "declined": [reason]}
+
+
+@pytest.mark.parametrize("activation", ["gelu", "gelu_pytorch_tanh", "relu", "mish"])
+def test_another_activation_is_told_however_small_its_gates(
+    activation: str, checkpoint: Callable[..., Any], opened: Callable[..., Any]
+) -> None:
+    model = opened(checkpoint("llama", hidden_act=activation, initializer_range=0.002), dtype="bfloat16")
+    assert "its activation is" in str(layers(model)[0].one_token)
+
+
+def test_a_layer_that_adds_nothing_is_served(opened: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    river = layers(opened())[0].river
+    assert river is not None
+    for name in ("self_attn.o_proj", "mlp.down_proj"):
+        for part in ("scale", "offset"):
+            getattr(river.get_submodule(name), part).zero_()
+    assert isinstance(OneToken.of(river), OneToken)
+
+
+def test_a_load_under_autocast_is_left_alone(opened: Callable[..., Any]) -> None:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert layers(opened())[0].one_token == "it could not be tried here"
+
+
 def test_whoever_watches_a_part_sees_it_run(opened: Callable[..., Any]) -> None:
     model = opened()
     seen: list[Any] = []
@@ -308,5 +367,3 @@ def test_results_that_differ_are_not_trusted(opened: Callable[..., Any], monkeyp
         )
         assert "its results are not those" in str(OneToken.of(river))
     assert isinstance(OneToken.of(river), OneToken)
-    monkeypatch.setattr(river.get_submodule("mlp"), "act_fn", nn.GELU())
-    assert "its results are not those" in str(OneToken.of(river))

@@ -20,7 +20,7 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicS
 from river_offload.errors import UnsupportedError
 from river_offload.kv.kind import PLAIN, KvKind
 from river_offload.kv.memory import Allocate, plain_memory
-from river_offload.kv.resting import RestingLayer, check_room, shape_of_a_token
+from river_offload.kv.resting import RestingLayer, TokenKind, check_room, token_kind
 from river_offload.kv.rows import RowsLayer
 from river_offload.kv.workspace import KvLink, Workspace
 
@@ -71,11 +71,11 @@ class SharedLayer(RowsLayer):
         return self.keys, self.values
 
     @property
-    def shape_of_a_token(self) -> tuple[int, int, int] | None:
-        """Rows, heads and head dimension; None before the first states, and where those of values differ."""
+    def token_kind(self) -> TokenKind | None:
+        """None before the first states, and where keys and values differ."""
         if self._key_buffer is None or self._value_buffer is None:
             return None
-        return shape_of_a_token(self._key_buffer, self._value_buffer)
+        return token_kind(self._key_buffer, self._value_buffer)
 
     def claim(self, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
         """All that is cached and `tokens` more, whose states the caller writes. Raises ContextError when they do not

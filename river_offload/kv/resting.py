@@ -25,10 +25,14 @@ def check_room(rows: int, held_rows: int, end: int, capacity: int) -> None:
         )
 
 
-def shape_of_a_token(keys: torch.Tensor, values: torch.Tensor) -> tuple[int, int, int] | None:
-    """Rows, heads and head dimension of cached states [rows, heads, tokens, head_dim]; None where the two differ."""
-    rows, heads, _, head_dim = keys.shape
-    return (rows, heads, head_dim) if (*values.shape[:2], values.shape[3]) == (rows, heads, head_dim) else None
+TokenKind = tuple[int, int, int, torch.dtype]
+"""Rows, heads, head dimension and dtype of what is cached of a token."""
+
+
+def token_kind(keys: torch.Tensor, values: torch.Tensor) -> TokenKind | None:
+    """Of cached states [rows, heads, tokens, head_dim]; None where keys and values differ."""
+    kinds = [(len(part), part.shape[1], part.shape[3], part.dtype) for part in (keys, values)]
+    return kinds[0] if kinds[0] == kinds[1] else None
 
 
 class RestingLayer(RowsLayer):
@@ -100,9 +104,9 @@ class RestingLayer(RowsLayer):
         return shown
 
     @property
-    def shape_of_a_token(self) -> tuple[int, int, int] | None:
-        """Rows, heads and head dimension; None before the first states, and where those of values differ."""
-        return None if self._recent is None else shape_of_a_token(*self._recent)
+    def token_kind(self) -> TokenKind | None:
+        """None before the first states, and where keys and values differ."""
+        return None if self._recent is None else token_kind(*self._recent)
 
     def claim(self, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
         """All that is cached and `tokens` more, whose states the caller writes. Then he calls `settle`.

@@ -2,8 +2,8 @@
 
    y = m + MLP(norm(m)) with m = x + attention(norm(x)): what modeling_llama.py computes, with normed queries and keys
    (Qwen3), biases (Qwen2), heads turned in part (Phi-3) or queries scaled by their place (Ministral 3) where there are
-   any. For one token the products are as short as the calls around them: a layer of
-   a 135M model takes a third of the time here. In bfloat16 values are rounded where torch's operators round theirs.
+   any. For one token the products are as short as the calls around them: a layer of a 135M model takes a third of the
+   time here. In bfloat16 values are rounded where torch's operators round theirs.
 
    Between two barriers each thread computes a share of the rows of one or more matrices. What all of them read, the
    normed state, each makes for itself: that is quicker than to wait for one that does. */
@@ -246,7 +246,8 @@ static void attention(const layer *l, int64_t head, const float *qkv, const plac
 INLINE int64_t up_to_four(int64_t left) { return left < FOUR ? left : FOUR; }
 
 /* x, y: [hidden]; cos, sin: [turned]; keys, values: [kv_heads, cached + 1, head_dim], each head `stride` values after
-   the one before it; the last token is this one and is written. Takes some kilobytes of stack, in each thread. */
+   the one before it; the last token is this one and is written. The stack holds the states: for an 8B model 130 KB,
+   and 75 KB in each thread. */
 void river_layer_token(const layer *l, const void *x, const void *cos, const void *sin, int64_t turned,
                        float query_scale, void *keys, void *values, int64_t stride, int64_t cached, void *y) {
     const place at = {cos, sin, turned, query_scale};
