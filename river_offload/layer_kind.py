@@ -41,6 +41,10 @@ _NAMES = {
     **dict.fromkeys(_NORMS.values(), "dtype to torch float32 pow mean rsqrt variance_epsilon weight"),
 }
 """What the forward of each part may name."""
+_ATTRIBUTES = {
+    "self_attn": ("config", "layer_idx", "head_dim", "scaling"),
+    **dict.fromkeys(_NORMS.values(), ("weight", "variance_epsilon")),
+}
 _ROTARY_NAMES = "unsqueeze rotate_half shape torch cat"
 
 
@@ -125,8 +129,16 @@ def _other_code(layer: nn.Module) -> str | None:
             return f"{path or 'the layer'} was given a forward of its own"
         if strange := _names(_forward(module)) - set(known.split()):
             return f"{path or 'the layer'} is not computed as Llama's is: {', '.join(sorted(strange))}"
-    rotary = _forward(layer.get_submodule("self_attn")).__globals__["apply_rotary_pos_emb"]
-    if strange := _names(inspect.unwrap(rotary)) - set(_ROTARY_NAMES.split()):
+        if missing := [name for name in _ATTRIBUTES.get(path, ()) if getattr(module, name, None) is None]:
+            return f"{path} has no {', '.join(missing)}"
+    parameters = inspect.signature(_forward(layer)).parameters
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    named = {"position_embeddings", cache_name(layer)} | (set() if takes_any else {"attention_mask", "position_ids"})
+    if not named <= parameters.keys():
+        return "it is not called as Llama's layers are"
+    rotary = _forward(layer.get_submodule("self_attn")).__globals__.get("apply_rotary_pos_emb")
+    strange = {"no apply_rotary_pos_emb"} if rotary is None else _names(inspect.unwrap(rotary))
+    if strange := strange - set(_ROTARY_NAMES.split()):
         return f"places are not told as Llama tells them: {', '.join(sorted(strange))}"
     return None
 
@@ -145,7 +157,13 @@ def _forward(module: nn.Module) -> Any:
 
 
 def _names(function: Any) -> set[str]:
-    return set(function.__code__.co_names)
+    code = getattr(function, "__code__", None)
+    return {"no code of Python"} if code is None else set(code.co_names)
+
+
+def cache_name(layer: nn.Module) -> str:
+    """What its forward calls the cache: `cache` from transformers 5.24 on."""
+    return "cache" if "cache" in inspect.signature(_forward(layer)).parameters else "past_key_values"
 
 
 def _matrices(modules: Mapping[str, Any], wide: int) -> dict[str, Matrix]:

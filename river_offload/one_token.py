@@ -6,7 +6,6 @@ torch's attention of a single query takes longer than the matrices of a large on
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 
 from river_offload.kv.cache import SharedCache, SharedLayer
 from river_offload.kv.resting import RestingLayer
-from river_offload.layer_kind import Described, described
+from river_offload.layer_kind import Described, cache_name, described
 
 _UNDERSTOOD = {"attention_mask", "position_ids", "position_embeddings", "use_cache", "cache_position"}
 _PROBED_TOKENS = 5
@@ -33,7 +32,7 @@ class OneToken:
         self._what = what
         self._config = attention.config
         self._depth: int = attention.layer_idx
-        self._cache_name = _cache_name(layer)
+        self._cache_name = cache_name(layer)
         self._understood = _UNDERSTOOD | {self._cache_name}
         self._token_kind = (1, what.native.kv_heads, what.native.head_dim, what.dtype)
         self._hooks = [hooks for m in layer.modules() for hooks in (m._forward_hooks, m._forward_pre_hooks)]
@@ -102,7 +101,7 @@ class OneToken:
         states = 0.02 * torch.randn(1, _PROBED_TOKENS, native.q.columns, generator=generator).to(dtype)
         angles = 6.3 * torch.rand(1, _PROBED_TOKENS, native.head_dim // 2, generator=generator).repeat(1, 1, 2)
         embeddings = angles.cos().to(dtype), angles.sin().to(dtype)
-        far = getattr(self._config, "max_position_embeddings", _PROBED_TOKENS) - _PROBED_TOKENS
+        far = (getattr(self._config, "max_position_embeddings", None) or _PROBED_TOKENS) - _PROBED_TOKENS
         cache = SharedCache(self._config, _PROBED_TOKENS)
         place = cache.layers[self._depth] = SharedLayer(_PROBED_TOKENS)  # whatever window it may have
 
@@ -118,7 +117,8 @@ class OneToken:
             return [(made - token).float(), place.keys[:, :, -1].float(), place.values[:, :, -1].float()]
 
         earlier, kwargs = call(0, _PROBED_TOKENS - 1)
-        layer(earlier, **kwargs)
+        if not isinstance(layer(earlier, **kwargs), Tensor):
+            return None
         token, kwargs = call(_PROBED_TOKENS - 1, _PROBED_TOKENS)
         expected = outcome(layer(token, **kwargs))
         place.crop(-1)
@@ -134,8 +134,3 @@ def _relative(found: Tensor, expected: Tensor) -> float:
     if not math.isfinite(apart + size):
         return math.inf
     return apart / size if size else math.inf if apart else 0.0
-
-
-def _cache_name(layer: nn.Module) -> str:
-    parameters = inspect.signature(inspect.unwrap(type(layer).forward)).parameters
-    return "cache" if "cache" in parameters else "past_key_values"

@@ -353,6 +353,39 @@ def test_code_that_names_something_else_is_not_trusted(opened: Callable[..., Any
     assert OneToken.of(river) == "mlp was given a forward of its own"
 
 
+class Older(modeling_llama.LlamaDecoderLayer):  # type: ignore[misc]
+    """As layers once were: the state in a tuple."""
+
+    def forward(self, hidden_states: Any, position_embeddings: Any = None, cache: Any = None, **kwargs: Any) -> Any:
+        entering = hidden_states
+        hidden_states, _ = self.self_attn(
+            self.input_layernorm(hidden_states), position_embeddings, cache=cache, **kwargs
+        )
+        hidden_states = entering + hidden_states
+        return (hidden_states + self.mlp(self.post_attention_layernorm(hidden_states)),)
+
+
+class OtherwiseCalled(modeling_llama.LlamaDecoderLayer):  # type: ignore[misc]
+    def forward(self, hidden_states: Any, rotary: Any, past: Any) -> Any:
+        return self.self_attn(self.input_layernorm(hidden_states), rotary, past)
+
+
+def test_layers_of_older_code_load(opened: Callable[..., Any]) -> None:
+    """Whatever a layer is like, to try it fails no load."""
+    river = layers(opened())[0].river
+    assert river is not None
+    river.__class__ = Older
+    assert OneToken.of(river) == "it could not be tried here"
+    river.__class__ = OtherwiseCalled
+    assert OneToken.of(river) == "it is not called as Llama's layers are"
+    river.__class__ = modeling_llama.LlamaDecoderLayer
+    attention = river.get_submodule("self_attn")
+    scaling = attention.__dict__.pop("scaling")
+    assert OneToken.of(river) == "self_attn has no scaling"
+    attention.scaling = scaling
+    assert isinstance(OneToken.of(river), OneToken)
+
+
 def turned_in_pairs(x: torch.Tensor) -> torch.Tensor:
     return torch.stack((-x[..., 1::2], x[..., ::2]), dim=-1).flatten(-2)
 
