@@ -114,8 +114,8 @@ def assemble(
     )
     for depth in range(structure.num_layers):
         river_layer = river.get(depth)
-        one_token = {} if river_layer is None else {"one_token": OneToken.of(river_layer)}
-        structure.layers[depth] = RiverLayer(depth, backbone.get(depth), river_layer, flow, **one_token)
+        one_token = "there is no river" if river_layer is None else OneToken.of(river_layer)
+        structure.layers[depth] = RiverLayer(depth, backbone.get(depth), river_layer, flow, one_token)
     _connect(structure, flow)
     return flow
 

@@ -33,7 +33,7 @@ class RiverLayer(nn.Module):
         backbone: nn.Module | None,
         river: nn.Module | None,
         flow: Flow,
-        one_token: OneToken | str = "there is no river",
+        one_token: OneToken | str,
     ) -> None:
         super().__init__()
         self.depth = depth

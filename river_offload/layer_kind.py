@@ -53,7 +53,7 @@ class Described:
     """A layer as the C code is told of it."""
 
     native: Layer
-    library: Library
+    code: Library
     dtype: torch.dtype
     query_scale: Callable[[torch.Tensor], float] | None
     """Of the position ids [1, 1] of a token; None where queries are not scaled by their place."""
@@ -103,7 +103,7 @@ def described(layer: nn.Module) -> Described | str:
     named = [(m._parameters, n, p) for m in layer.modules() for n, p in m._parameters.items() if p is not None]
     return Described(
         native,
-        output.kernel.library(),
+        output.kernel.code(),
         spec.dtype,
         _query_scale(attention, spec.dtype),
         held=tuple(t.detach() for t in (*layer.parameters(), *layer.buffers())),

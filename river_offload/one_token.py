@@ -82,8 +82,8 @@ class OneToken:
         scale = 1.0 if what.query_scale is None else what.query_scale(kwargs["position_ids"])
         keys, values = cache.claim(self._depth, 1)
         y = torch.empty_like(states)
-        what.library.layer_token(what.native, states.contiguous(), cos, sin, scale, keys, values, y)
-        cache.settle(self._depth)
+        what.code.layer_token(what.native, states.contiguous(), cos, sin, scale, keys, values, y)
+        cache.settle(self._depth, keys, values)
         return y
 
     def _is_place(self, cos: Tensor) -> bool:

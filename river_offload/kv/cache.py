@@ -61,14 +61,11 @@ class SharedLayer(RowsLayer):
         """
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        assert self._key_buffer is not None and self._value_buffer is not None
         start = self.get_seq_length()
-        end = start + key_states.shape[-2]
-        check_room(len(key_states), len(self._key_buffer), end, self.capacity)
-        self._key_buffer[:, :, start:end] = key_states
-        self._value_buffer[:, :, start:end] = value_states
-        self._show(end)
-        return self.keys, self.values
+        keys, values = self._extend(len(key_states), key_states.shape[-2])
+        keys[:, :, start:] = key_states
+        values[:, :, start:] = value_states
+        return keys, values
 
     @property
     def token_kind(self) -> TokenKind | None:
@@ -80,10 +77,10 @@ class SharedLayer(RowsLayer):
     def claim(self, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
         """All that is cached and `tokens` more, whose states the caller writes. Raises ContextError when they do not
         fit."""
-        rows, end = self._row_count(), self.get_seq_length() + tokens
-        check_room(rows, rows, end, self.capacity)
-        self._show(end)
-        return self.keys, self.values
+        return self._extend(self._row_count(), tokens)
+
+    def settle(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """What was claimed is written, where it rests: nothing is left to do."""
 
     def crop(self, tokens_to_remove: int) -> None:
         """Give back the last tokens: a negative count, as transformers passes it.
@@ -117,6 +114,12 @@ class SharedLayer(RowsLayer):
         self._key_buffer[:, :, :length] = keys
         self._value_buffer[:, :, :length] = values
         self._show(length)
+
+    def _extend(self, rows: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+        end = self.get_seq_length() + tokens
+        check_room(rows, self._row_count(), end, self.capacity)
+        self._show(end)
+        return self.keys, self.values
 
     def _show(self, length: int) -> None:
         assert self._key_buffer is not None and self._value_buffer is not None
@@ -254,16 +257,14 @@ class SharedCache(Cache):
 
     def claim(self, depth: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
         """All that is cached at one depth and `tokens` more, [rows, heads, tokens, head_dim], whose states the caller
-        writes. Then he calls `settle`. Raises as `update` does."""
+        writes. Then he hands them to `settle`. Raises as `update` does."""
         shown: tuple[torch.Tensor, torch.Tensor] = self.layers[depth].claim(tokens)
         self._bring_ahead(depth)
         return shown
 
-    def settle(self, depth: int) -> None:
-        """The tokens that were claimed at `depth` are written."""
-        layer = self.layers[depth]
-        if isinstance(layer, RestingLayer):
-            layer.settle()
+    def settle(self, depth: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """What was claimed at `depth` is written."""
+        self.layers[depth].settle(keys, values)
 
     def _bring_ahead(self, depth: int) -> None:
         if (following := self._following.get(depth)) is not None:

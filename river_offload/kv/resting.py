@@ -76,8 +76,6 @@ class RestingLayer(RowsLayer):
         """The first token of `_recent`: before `_rested`, so that tokens can be given back."""
         self._recent: tuple[torch.Tensor, torch.Tensor] | None = None
         """Never written in place: the mark of a pass keeps the old ones."""
-        self._claimed: tuple[torch.Tensor, torch.Tensor] | None = None
-        """Views of the workspace with room for new tokens, until these are settled."""
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any) -> None:
         """Allocate for the batch, heads and dtype of the first states."""
@@ -100,7 +98,7 @@ class RestingLayer(RowsLayer):
         shown = self._extend(len(key_states), key_states.shape[2])
         for whole, new in zip(shown, (key_states, value_states), strict=True):
             whole[:, :, self._length :] = new
-        self.settle()
+        self.settle(*shown)
         return shown
 
     @property
@@ -109,22 +107,20 @@ class RestingLayer(RowsLayer):
         return None if self._recent is None else token_kind(*self._recent)
 
     def claim(self, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """All that is cached and `tokens` more, whose states the caller writes. Then he calls `settle`.
+        """All that is cached and `tokens` more, whose states the caller writes. Then he hands them to `settle`.
 
         Raises as `update` does.
         """
         return self._extend(self._row_count(), tokens)
 
-    def settle(self) -> None:
-        """Put to rest, or keep, the tokens that were claimed."""
-        assert self._claimed is not None
-        shown, self._claimed = self._claimed, None
-        start, end = self._length, shown[0].shape[2]
+    def settle(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Put to rest, or keep, the new ones of the tokens that were claimed, all of which these are."""
+        start, end = self._length, keys.shape[2]
         rests, recent = self._held()
         rested = max(self._rested, self._rested_of(end))
         recent_start = max(self._recent_start, self._rested_of(end - self._give_back))
         kept = []
-        for rest, old, whole in zip(rests, recent, shown, strict=True):
+        for rest, old, whole in zip(rests, recent, (keys, values), strict=True):
             if rested > self._rested:
                 rest.put(self._rested, whole[:, :, self._rested : rested])
             dropped = recent_start - self._recent_start
@@ -216,7 +212,6 @@ class RestingLayer(RowsLayer):
         for rest, old, whole in zip(rests, recent, shown, strict=True):
             rest.get(there, whole[:, :, there : self._rested])
             whole[:, :, self._rested : start] = old[:, :, self._rested - self._recent_start :]
-        self._claimed = shown
         return shown
 
     def _held(self) -> tuple[tuple[Rest, Rest], tuple[torch.Tensor, torch.Tensor]]:

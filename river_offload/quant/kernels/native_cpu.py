@@ -61,13 +61,13 @@ class Native(Kernel):
         return dense.to(spec.dtype)
 
     def _few(self, x: Tensor, parts: Parts, spec: MatrixSpec) -> Tensor:
-        library = self.library()
-        if x.dtype != torch.bfloat16 or not library.takes_bf16(spec.bits):
+        code = self.code()
+        if x.dtype != torch.bfloat16 or not code.takes_bf16(spec.bits):
             x = x.float()
         x = x.contiguous()
         y = x.new_empty(x.shape[0], spec.rows)
         if not isinstance(x, FakeTensor):
-            library.linear(x, parts, y, spec.bits)
+            code.linear(x, parts, y, spec.bits)
         return y.to(spec.dtype)
 
     def _many(self, x: Tensor, parts: Parts, spec: MatrixSpec) -> Tensor:
@@ -83,9 +83,9 @@ class Native(Kernel):
 
     def _dequantize(self, parts: Parts, start: int, out: Tensor, spec: MatrixSpec) -> None:
         if not isinstance(out, FakeTensor):
-            self.library().dequantize(parts, start, out, spec.bits)
+            self.code().dequantize(parts, start, out, spec.bits)
 
-    def library(self) -> Library:
+    def code(self) -> Library:
         """The functions in C. They are there: else the kernel has declined."""
         library = load(self.cache_dir)
         assert isinstance(library, Library), "a declined kernel was used"
@@ -103,7 +103,7 @@ class NativeInt4(Native):
             return reason
         if spec.bits != 4 or spec.dtype != torch.bfloat16:
             return f"4 bits with bfloat16 only, not {spec.bits} with {spec.dtype}"
-        if not self.library().takes_bf16(spec.bits):
+        if not self.code().takes_bf16(spec.bits):
             return "this processor has no bfloat16 dot product (AVX512-BF16)"
         return None
 
