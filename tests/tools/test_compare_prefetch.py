@@ -26,8 +26,8 @@ def test_every_kind_runs_the_same_depths_in_every_round(
     for figures in found.values():
         assert figures["tokens"] == 12 and figures["moved_bytes"] > 0 and len(figures["stalls_of_rounds_s"]) == 2
     assert found["none"]["wasted_bytes"] == 0 and found["oracle"]["wasted_bytes"] == 0
-    # Without reading ahead every layer that is not there is a miss.
-    assert found["none"]["misses"] >= found["oracle"]["misses"] > 0
+    # Without reading ahead every layer that is not there is a miss. Whether an oracle comes late is the disk's affair.
+    assert found["none"]["misses"] > 0 and found["none"]["misses"] >= found["oracle"]["misses"]
 
 
 def test_recovered_is_the_share_of_the_stall_between_none_and_oracle(tool: ModuleType) -> None:
